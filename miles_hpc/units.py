@@ -69,7 +69,7 @@ def parse_seconds(text: str) -> Seconds:
         if units != sorted(set(units), key=order.index):
             raise ValueError("a duration names each unit once, largest first, such as '1h30min'")
         return Seconds(sum(float(number) * _SECONDS_FACTORS[unit] for number, unit in parts))
-    return _parse_slurm_time(compact)
+    return _parse_slurm_time(text.strip())
 
 
 def _parse_slurm_time(text: str) -> Seconds:
