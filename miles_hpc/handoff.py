@@ -117,6 +117,7 @@ def node_argv(handoff: Handoff) -> tuple[str, ...]:
         "/usr/bin/env",
         f"PYTHONPATH={handoff.code_dir}",
         handoff.python,
+        "-P",  # not the working directory: a checkout there would run instead of the frozen code
         "-m",
         "miles_hpc.node",
         handoff.run_dir,
