@@ -37,11 +37,18 @@ class PathBase:
     base: Literal["current", "file", "node"]
 
 
+def _as_noun(error: ValueError) -> str:
+    """Return the message "a size is such and such" so that it can follow "expected"."""
+    return str(error).replace(" is ", ": ", 1)
+
+
 def _size(value: object) -> Bytes:
     if not isinstance(value, str):
-        raise ValueError("a size is a string with a unit, such as '96GiB'; a bare number has none")
+        raise ValueError("a text with a unit, such as '96GiB'; a bare number has none")
     try:
         return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(_as_noun(error)) from error
     except OverflowError as error:
         raise ValueError("a size that fits on a machine, such as '96GiB'") from error
 
@@ -49,13 +56,15 @@ def _size(value: object) -> Bytes:
 def _duration(value: object) -> Seconds:
     if not isinstance(value, str):
         raise ValueError(
-            "a duration is a string with a unit or a Slurm time, such as '30min' or '04:00:00'; "
+            "a text with a unit or a Slurm time, such as '30min' or '04:00:00'; "
             "a bare number would be minutes to Slurm and seconds to most other tools"
         )
     try:
         seconds = parse_seconds(value)
         # Microseconds, so that the dumped text below reads back as the same number.
         return Seconds(round(float(seconds), 6))
+    except ValueError as error:
+        raise ValueError(_as_noun(error)) from error
     except OverflowError as error:
         raise ValueError("a duration of at most a year") from error
 
@@ -190,6 +199,4 @@ NodePath = Annotated[Path, BeforeValidator(_node_path), PathBase("node")]
 class Table(BaseModel):
     """One TOML table: frozen, unknown keys refused, every field documented by the string literal under it."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

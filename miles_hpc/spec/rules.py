@@ -4,7 +4,11 @@
 that it can speak beside type faults; it does not know files, lines or flags.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from miles_hpc.spec.scan import KeyPath
+from miles_hpc.spec.schema import spec_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,3 +28,44 @@ class Rule:
     reason: str
     source: str
     arithmetic: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A rule that the values break, before it is known where they were written.
+
+    Attributes:
+        inert: the key is only without effect; a site profile may hold it.
+    """
+
+    rule: Rule
+    path: tuple[str, ...]
+    found: str
+    expected: str
+    fix: str = ""
+    inert: bool = False
+
+
+class Settings:
+    """The values as written, with the defaults of keys that were left out."""
+
+    def __init__(self, values: Mapping[str, object], from_command_line: frozenset[KeyPath]) -> None:
+        self._values = values
+        self.from_command_line = from_command_line
+
+    def written(self, key: str) -> object:
+        """Return the value written for the dotted `key`, or None."""
+        value: object = self._values
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def value(self, key: str) -> object:
+        """Return the value written for the dotted `key`, or its default."""
+        written = self.written(key)
+        return spec_keys()[tuple(key.split("."))].default if written is None else written
+
+
+def check_rules(settings: Settings, *, local: bool) -> list[Violation]:
+    """Return everything that the spec's own rules find."""
+    return []
