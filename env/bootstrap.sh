@@ -51,16 +51,19 @@ find_python() {
 
 pip_install() {
   "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install \
-    --quiet --progress-bar off --no-deps --no-build-isolation "$@"
+    --quiet --quiet --progress-bar off --no-deps --no-build-isolation "$@"
 }
 
+# A CPU-only build (a tenth of the size) where pip can find the pinned one; else the index's, which is for CUDA.
 install_torch() {
-  pip_install --require-hashes -r "$LOCKS/torch.txt"
-  # The index's Linux build of torch needs CUDA's libraries even where there is no GPU; a CPU build needs none.
-  if "$VENV/bin/python" -c 'import sys, importlib.metadata as m; sys.exit("+cpu" in m.version("torch"))'; then
-    say "torch is a CUDA build: installing its runtime libraries (some GB)"
-    pip_install --require-hashes -r "$LOCKS/torch-cuda.txt"
+  if ! have nvidia-smi && pip_install --require-hashes -r "$LOCKS/torch-cpu.txt" >/dev/null 2>&1; then
+    say "torch: CPU-only build"
+    return
   fi
+  say "torch: no CPU-only build of the pinned release is offered to pip (PIP_FIND_LINKS), or this machine has a GPU;"
+  say "installing the index's build with its CUDA runtime, about 5 GB on disk"
+  pip_install --require-hashes -r "$LOCKS/torch.txt"
+  pip_install --require-hashes -r "$LOCKS/torch-cuda.txt"
 }
 
 install_group() {
@@ -73,7 +76,7 @@ install_group() {
 
 stamp_of() {
   case $1 in
-    torch) cat "$LOCKS/torch.txt" "$LOCKS/torch-cuda.txt" ;;
+    torch) cat "$LOCKS"/torch*.txt ;;
     # The editable install holds the checkout's path and the metadata of pyproject.toml.
     package) printf '%s\n' "$ROOT" && cat pyproject.toml setup.py ;;
     *) cat "$LOCKS/$1.txt" ;;

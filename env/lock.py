@@ -1,14 +1,15 @@
 """Write env/requirements/*.txt: every package of every group, pinned, with the digests of its files and no address.
 
     python env/lock.py                       resolve pyproject.toml's groups anew (needs `uv` and the package index)
-    python env/lock.py --torch-wheel FILE    also accept this local build of torch, such as a CPU-only one
+    python env/lock.py --torch-wheel FILE    accept a CPU-only build of torch, which the index does not hold
 
 One resolution for Python 3.11 and 3.12 on Linux x86_64 and aarch64, then split:
 
     login.txt       the CLI: what the login node needs, and what builds this package
     cpu.txt         a node's stack without torch
-    torch.txt       torch alone: the index's builds and the local builds we accept
-    torch-cuda.txt  the CUDA runtime that the index's Linux build of torch needs; not for a CPU build
+    torch-cpu.txt   a CPU-only build of torch, for machines that offer one (`pip --find-links`)
+    torch.txt       otherwise: torch as the index has it, whose Linux build is for CUDA
+    torch-cuda.txt  the CUDA runtime that this build needs
     test.txt        tools of the test command
 
 Each file is complete in itself, so it is installed with `--no-deps --require-hashes`. Knows nothing of how or when they
@@ -101,24 +102,20 @@ def write(file: str, names: Iterable[str], blocks: dict[str, list[str]]) -> None
     print(f"{file}: {len(chosen)} packages")
 
 
-def write_torch(blocks: list[str], wheel: Path | None) -> None:
-    """Write torch.txt: the index's digests, then those of the local builds accepted so far and of `wheel`."""
-    path = FOLDER / "torch.txt"
-    kept = re.findall(r"^# local build: (\S+) (sha256:[0-9a-f]{64})$", _text_of(path), re.M)
-    local = dict(kept)
-    if wheel is not None:
-        local[wheel.name] = "sha256:" + hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if len(blocks) != 1:
-        raise SystemExit(f"lock: expected one version of torch for all machines, got {blocks}")
-    lines = ["# Written by env/lock.py from pyproject.toml; torch alone."]
-    lines += [f"# local build: {name} {digest}" for name, digest in sorted(local.items())]
-    extra = "".join(f" \\\n    --hash={digest}" for _, digest in sorted(local.items()))
-    path.write_text("\n".join([*lines, blocks[0] + extra]) + "\n", encoding="utf-8")
-    print(f"torch.txt: {len(local)} local build(s)")
-
-
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+def accept_cpu_wheel(wheel: Path) -> None:
+    """Add a CPU-only build of torch, which the index does not hold, to torch-cpu.txt."""
+    version = wheel.name.split("-")[1]
+    if "+" not in version:
+        raise SystemExit(f"lock: {wheel.name} has no local version such as +cpu; it is the index's")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    path = FOLDER / "torch-cpu.txt"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    known = set(re.findall(rf"^torch=={re.escape(version)}.*\n((?:    --hash=.*\n?)+)", text, re.M))
+    digests = sorted({*re.findall(r"[0-9a-f]{64}", "".join(known)), digest})
+    hashes = " \\\n".join(f"    --hash=sha256:{entry}" for entry in digests)
+    title = "# Written by env/lock.py --torch-wheel; CPU-only builds of torch, used where one is offered."
+    path.write_text(f"{title}\ntorch=={version} \\\n{hashes}\n", encoding="utf-8")
+    print(f"torch-cpu.txt: {len(digests)} build(s) of {version}")
 
 
 def main() -> None:
@@ -127,6 +124,9 @@ def main() -> None:
     parser.add_argument("--torch-wheel", type=Path, help="a local build of torch to accept")
     wheel = parser.parse_args().torch_wheel
     FOLDER.mkdir(exist_ok=True)
+    if wheel is not None:
+        accept_cpu_wheel(wheel)
+        return
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))
     extras = project["project"]["optional-dependencies"]
     groups = {
@@ -153,7 +153,7 @@ def main() -> None:
 
     write("login.txt", closures["login"], blocks)
     write("cpu.txt", (closures["cpu"] | set(single)) - cuda - {"torch"}, blocks)
-    write_torch(blocks["torch"], wheel)
+    write("torch.txt", ["torch"], blocks)
     write("torch-cuda.txt", cuda, blocks)
     write("test.txt", closures["test"], blocks)
 

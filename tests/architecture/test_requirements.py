@@ -101,6 +101,12 @@ def test_exactly_one_nccl_is_pinned_and_it_is_the_one_of_nccl_toml():
         assert digest.removeprefix("sha256:") in nccl, f"{digest} is not in env/nccl.toml"
 
 
+def test_the_cpu_build_of_torch_is_the_pinned_release():
+    ((build, _),), ((release, _),) = read_pins("torch-cpu.txt"), read_pins("torch.txt")
+    assert str(build.specifier).split("+")[0] == str(release.specifier)
+    assert "+" in str(build.specifier)
+
+
 def test_the_cuda_runtime_of_torch_stays_out_of_the_cpu_stack():
     names = set(pins_on("cpu.txt", "3.11.0", "x86_64"))
     assert {name for name in names if name.startswith(("nvidia-", "cuda-", "triton"))} == {
