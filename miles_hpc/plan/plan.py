@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from miles_hpc.plan.findings import Finding
+
 VERSION = 1
 
 
@@ -65,6 +67,7 @@ class Plan:
         spec: the whole spec as JSON values; `JobSpec.model_validate_json` of its dump gives the spec back.
         hashes: SHA-256 of each file in spec/, by name.
         notes: what a user should know before submitting, one sentence each.
+        findings: what the rules say; a plan that was submitted has warnings at most.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Plan:
     spec: dict[str, object]
     hashes: dict[str, str]
     notes: tuple[str, ...]
+    findings: tuple[Finding, ...]
     package_version: str
     version: int = VERSION
 

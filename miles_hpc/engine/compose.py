@@ -1,0 +1,160 @@
+"""From a spec to a whole plan: the planner's parts and those of the engine that the spec names, put together.
+
+Pure: reads no file and no clock. Writing a plan into a run folder is `launch.bundle`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_hpc.engine import miles, native
+from miles_hpc.errors import PlanError
+from miles_hpc.paths import RunDir
+from miles_hpc.plan.engine_sizes import ENGINE_SIZE_CHECKS
+from miles_hpc.plan.environ import make_environment
+from miles_hpc.plan.findings import Check, Finding, errors_of, locate, refuse, run_checks
+from miles_hpc.plan.layout import LAYOUT_CHECKS, make_layout, make_rollout_layout
+from miles_hpc.plan.plan import EnvVar, Plan
+from miles_hpc.plan.rules import CHECKS, nearest_fits
+from miles_hpc.spec.job import JobSpec
+from miles_hpc.spec.rules import Rule
+
+ENGINE_CHECKS: Mapping[str, tuple[Check, ...]] = {
+    "native": native.NATIVE_CHECKS,
+    "miles": miles.MILES_CHECKS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A plan that may have been refused.
+
+    Attributes:
+        plan: None when the layout itself is impossible, so that there is nothing to show.
+        findings: errors and warnings, with the places in the spec's files.
+        would_fit: changes after which no error is left, when there are errors.
+    """
+
+    plan: Plan | None
+    findings: tuple[Finding, ...]
+    would_fit: tuple[str, ...]
+
+
+def plan_rules() -> tuple[Rule, ...]:
+    """Return the rules of the planner and of both engines, in order of their ids."""
+    checks = (*CHECKS, *native.NATIVE_CHECKS, *miles.MILES_CHECKS)
+    return tuple(sorted((check.rule for check in checks), key=lambda rule: rule.id))
+
+
+def find(spec: JobSpec) -> tuple[Finding, ...]:
+    """Return everything that the planner's and the engine's rules say about `spec`."""
+    return run_checks((*CHECKS, *ENGINE_CHECKS[spec.job.engine]), spec)
+
+
+def draft_plan(
+    spec: JobSpec,
+    *,
+    python: str,
+    package_version: str,
+    overrides: Sequence[str] = (),
+    hashes: Mapping[str, str] | None = None,
+    position: Callable[[str], str | None] = lambda _: None,
+) -> Draft:
+    """Return the plan of `spec` and everything the rules say about it, without raising.
+
+    Args:
+        spec: the validated spec.
+        python: interpreter of the driver on the nodes, used when the spec names none.
+        package_version: version of this package.
+        overrides: the `--set` arguments as given.
+        hashes: SHA-256 of each file in spec/, by name.
+        position: gives the file:line of a key path, or None when no file has it.
+    """
+    found = find(spec)
+    findings = locate(found, position)
+    would_fit = nearest_fits(spec, find) if errors_of(found) else ()
+    if errors_of(run_checks((*LAYOUT_CHECKS, *ENGINE_SIZE_CHECKS), spec)):
+        return Draft(plan=None, findings=findings, would_fit=would_fit)
+    plan = Plan(
+        name=spec.job.name,
+        engine=spec.job.engine,
+        layout=make_layout(spec),
+        rollout=make_rollout_layout(spec),
+        environment=_environment(spec),
+        driver_argv=_driver_argv(spec, python),
+        overrides=tuple(overrides),
+        spec=spec.model_dump(mode="json"),
+        hashes=dict(hashes or {}),
+        notes=_notes(spec),
+        findings=findings,
+        package_version=package_version,
+    )
+    return Draft(plan=plan, findings=findings, would_fit=would_fit)
+
+
+def compose_plan(
+    spec: JobSpec,
+    *,
+    python: str,
+    package_version: str,
+    overrides: Sequence[str] = (),
+    hashes: Mapping[str, str] | None = None,
+    position: Callable[[str], str | None] = lambda _: None,
+) -> Plan:
+    """Return the plan of `spec`; the arguments are those of `draft_plan`.
+
+    Raises:
+        PlanError: with every rule that the spec breaks and the nearest changes that make it pass.
+    """
+    draft = draft_plan(
+        spec,
+        python=python,
+        package_version=package_version,
+        overrides=overrides,
+        hashes=hashes,
+        position=position,
+    )
+    refuse(draft.findings, draft.would_fit)
+    if draft.plan is None:  # an impossible layout always has an error among the findings
+        raise PlanError(
+            "plan: the layout is impossible, but no rule said why. Report the spec as a bug."
+        )
+    return draft.plan
+
+
+def require_drivable(plan: Plan) -> None:
+    """Raise PlanError when this version has no driver command for the plan's engine."""
+    if not plan.driver_argv:
+        raise PlanError(
+            f"job.engine: found engine {plan.engine}, which this version can plan but not drive; expected an engine with"
+            ' a driver command. Set job.engine = "native", or use `miles-hpc plan` only.'
+        )
+
+
+def page_cache_roots(spec: JobSpec, run_dir: Path) -> tuple[str, ...]:
+    """Return the files and folders whose page cache is dropped on every node once both sides have loaded them."""
+    if not spec.offload.drop_page_cache:
+        return ()
+    model = spec.model
+    if model.weights != "checkpoint":
+        return (str(RunDir(run_dir).cache),)
+    folders = (model.hf_checkpoint, model.megatron_checkpoint, model.rollout_checkpoint)
+    return tuple(dict.fromkeys(str(folder) for folder in folders if folder is not None))
+
+
+def _driver_argv(spec: JobSpec, python: str) -> tuple[str, ...]:
+    if spec.job.engine == "miles":
+        return miles.driver_argv()
+    return native.driver_argv(str(spec.cluster.python or python))
+
+
+def _environment(spec: JobSpec) -> tuple[EnvVar, ...]:
+    ours = make_environment(spec)
+    if spec.job.engine != "miles":
+        return ours
+    users = tuple(variable for variable in ours if variable.source == "spec")
+    return (*ours[: len(ours) - len(users)], *miles.make_environment(spec), *users)
+
+
+def _notes(spec: JobSpec) -> tuple[str, ...]:
+    return (miles.NOTE,) if spec.job.engine == "miles" else ()

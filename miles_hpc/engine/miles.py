@@ -1,0 +1,144 @@
+"""What the Miles engine needs so far: the limits of what it runs and its models' environment.
+
+The command of Miles' driver comes with a later version; until then a plan of this engine shows its layout, memory and
+environment, and cannot be submitted.
+"""
+
+from collections.abc import Iterator
+
+from miles_hpc.plan.findings import Check, Verdict
+from miles_hpc.plan.plan import EnvVar
+from miles_hpc.spec.job import JobSpec
+from miles_hpc.spec.rules import Rule
+
+NOTE = "This version plans jobs of the miles engine but cannot drive them yet: driver_argv is empty and submit refuses the plan."
+_MILES = "radixark/miles 31f1ca961"
+
+
+def driver_argv() -> tuple[str, ...]:
+    """Return no command: this version cannot drive Miles."""
+    return ()
+
+
+def make_environment(spec: JobSpec) -> tuple[EnvVar, ...]:
+    """Return the variables that Miles' models need beside those of every job."""
+    if spec.model.family != "glm_dsa":
+        return ()
+    variables = (
+        EnvVar(
+            name="INDEXER_ROPE_NEOX_STYLE",
+            value="0",
+            why="GLM's sparse-attention indexer interleaves its rotary embedding; the other style ranks other tokens",
+            source=f"{_MILES} examples/swe-agent-harbor-docker/run_glm52_lora_tb2_daytona.py",
+        ),
+        EnvVar(
+            name="SGLANG_NSA_FORCE_MLA",
+            value="1",
+            why="trainer and engine must take the same attention path for their logprobs to agree",
+            source=f"{_MILES} examples/swe-agent-harbor-docker/run_glm52_lora_tb2_daytona.py",
+        ),
+    )
+    return tuple(variable for variable in variables if variable.name not in spec.env)
+
+
+def _platform(spec: JobSpec) -> Iterator[Verdict]:
+    if spec.cluster.device == "cpu":
+        yield Verdict(
+            keys=("cluster.device", "job.engine"),
+            found='the miles engine with device = "cpu"',
+            expected="GPUs",
+            fix='Set cluster.device = "gpu", or job.engine = "native".',
+        )
+    if spec.rollout.engine != "sglang":
+        yield Verdict(
+            keys=("rollout.engine", "job.engine"),
+            found=f'rollout.engine = "{spec.rollout.engine}" with the miles engine',
+            expected='"sglang"',
+            fix='Set rollout.engine = "sglang".',
+        )
+    if spec.model.weights != "checkpoint":
+        yield Verdict(
+            keys=("model.weights", "job.engine"),
+            found=f'weights = "{spec.model.weights}" with the miles engine',
+            expected='"checkpoint": both sides of Miles load folders',
+            fix='Set model.weights = "checkpoint" and model.hf_checkpoint.',
+        )
+
+
+def _native_rollout_type(spec: JobSpec) -> Iterator[Verdict]:
+    model = spec.model
+    if model.rollout_quantisation in ("fp8", "nvfp4", "int4") and (
+        model.rollout_checkpoint is None and model.megatron_checkpoint is None
+    ):
+        yield Verdict(
+            keys=(
+                "model.rollout_checkpoint",
+                "model.megatron_checkpoint",
+                "model.rollout_quantisation",
+            ),
+            found=f'rollout_quantisation "{model.rollout_quantisation}" from one checkpoint for both sides',
+            expected="the trainer's weights and the quantised ones in folders of their own",
+            fix="Set model.rollout_checkpoint to the quantised folder, or model.megatron_checkpoint to the trainer's.",
+        )
+
+
+def _agrees(spec: JobSpec) -> Iterator[Verdict]:
+    miles = spec.engine.miles
+    if miles is None:
+        return
+    extra = miles.extra_args
+    if extra.get("use-kl-loss") and spec.train.kl_coef == 0:
+        yield Verdict(
+            keys=("engine.miles.extra_args", "train.kl_coef"),
+            found="use-kl-loss with kl_coef = 0",
+            expected="no KL loss at coefficient 0: Miles still loads the reference and pins one more copy of the weights",
+            fix="Remove use-kl-loss.",
+        )
+    if extra.get("use-rollout-indexer-replay"):
+        yield Verdict(
+            keys=("engine.miles.extra_args",),
+            found="use-rollout-indexer-replay",
+            expected="routing replay: indexer replay buffers 78 to 128 GB a rank in host memory on GLM-5.2",
+            fix="Use use-rollout-routing-replay.",
+        )
+    checks = extra.get("check-weight-update-equal")
+    if checks and spec.offload.base_cpu_backup:
+        yield Verdict(
+            keys=("engine.miles.extra_args", "offload.base_cpu_backup"),
+            found="check-weight-update-equal with offload.base_cpu_backup",
+            expected="one of them: the check switches off the skipped base sync that the backup is kept for",
+            fix="Remove check-weight-update-equal.",
+        )
+
+
+MILES_CHECKS = (
+    Check(
+        Rule(
+            id="MH551",
+            title="a platform that Miles runs on",
+            reason="Miles drives Megatron and SGLang on GPUs, from checkpoint folders.",
+            source=f"{_MILES} train.py",
+        ),
+        _platform,
+    ),
+    Check(
+        Rule(
+            id="MH552",
+            title="weights for both sides",
+            reason="Megatron trains bf16 weights and cannot load a quantised checkpoint; the engine serves the quantised one.",
+            source=f"{_MILES} docs/models/qwen/qwen3-8.md; examples/swe-agent-harbor-docker (sglang config, model_path)",
+        ),
+        _native_rollout_type,
+    ),
+    Check(
+        Rule(
+            id="MH553",
+            title="no second booking of host memory",
+            reason="Some switches keep a whole copy of the model in host memory for something that nobody reads.",
+            arithmetic="use-kl-loss at 0: trainer weight bytes a rank; indexer replay: 78 to 128 GB a rank;"
+            " check-weight-update-equal: the base sent again at every step",
+            source=f"{_MILES} miles/backends/megatron_utils/update_weight/update_weight_from_tensor.py:251; docs/models/qwen/qwen3-8.md",
+        ),
+        _agrees,
+    ),
+)

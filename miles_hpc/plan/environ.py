@@ -1,0 +1,337 @@
+"""The environment table: every variable of the job's processes with its reason and source, and the rules about it.
+
+Knows what can be known at submission. What only a node knows (addresses, interfaces behind a pattern, cache and scratch
+folders, the NCCL file) is the node agent's; what only one engine needs is the engine's.
+"""
+
+from collections.abc import Iterator
+
+from miles_hpc.plan.findings import Check, Verdict
+from miles_hpc.plan.plan import EnvVar
+from miles_hpc.spec.job import JobSpec
+from miles_hpc.spec.rules import Rule
+
+ALLOCATOR = "garbage_collection_threshold:0.8,max_split_size_mb:512"
+ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+_MILES = "radixark/miles 31f1ca961"
+_PRESET = {
+    "LD_PRELOAD": "the engine joins the NCCL library and the memory saver for the actors that need them",
+    "CUDA_VISIBLE_DEVICES": "Ray gives each actor its GPUs",
+    "MASTER_ADDR": "the driver gives the trainer its rendezvous",
+    "MASTER_PORT": "the driver gives the trainer its rendezvous",
+    "PYTHONPATH": "the node agent puts the frozen code there",
+    "NCCL_SOCKET_IFNAME": "network.interface decides it",
+    "GLOO_SOCKET_IFNAME": "network.interface decides it",
+    "NCCL_IB_HCA": "network.ib_hca decides it",
+    "NCCL_DEBUG": "nccl.debug decides it",
+}
+_PRESET_PREFIXES = {
+    "RAY_": "the node agent and this table configure Ray",
+    "MILES_HPC_": "the package's own names",
+    "SLURM_": "Slurm's own names",
+    "TMS_": "the engine configures the memory saver",
+}
+_REPLACEABLE = frozenset({*ALLOCATOR_NAMES, "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_"})
+_SECRET_ENDINGS = (
+    "_API_KEY",
+    "_TOKEN",
+    "_SECRET",
+    "_PASSWORD",
+    "_ACCESS_KEY",
+    "_TOKEN_ID",
+    "_TOKEN_SECRET",
+)
+
+
+def make_environment(spec: JobSpec) -> tuple[EnvVar, ...]:
+    """Return the variables of the job's processes, the user's [env] last."""
+    ours = [
+        *_python(),
+        *_ray(),
+        *_host_memory(),
+        *_offline(),
+        *(_gpu() if spec.cluster.device == "gpu" else _cpu(spec)),
+        *_network(spec),
+    ]
+    return (
+        *(variable for variable in ours if not _replaced(variable.name, spec)),
+        *(
+            EnvVar(name=name, value=value, why="set in [env] of the spec", source="spec")
+            for name, value in spec.env.items()
+        ),
+    )
+
+
+def _replaced(name: str, spec: JobSpec) -> bool:
+    if name in ALLOCATOR_NAMES:
+        return any(other in spec.env for other in ALLOCATOR_NAMES)
+    return name in spec.env
+
+
+def _python() -> Iterator[EnvVar]:
+    yield EnvVar(
+        name="PYTHONUNBUFFERED",
+        value="1",
+        why="the last lines of a process that dies must be in its log",
+        source="Python manual, command line and environment",
+    )
+    yield EnvVar(
+        name="PYTHONNOUSERSITE",
+        value="1",
+        why="packages in the user's home would shadow the pinned ones on every node",
+        source="Python manual, command line and environment",
+    )
+
+
+def _ray() -> Iterator[EnvVar]:
+    yield EnvVar(
+        name="RAY_USAGE_STATS_ENABLED",
+        value="0",
+        why="compute nodes have no way out and a job should not report itself",
+        source="Ray manual, usage statistics",
+    )
+    yield EnvVar(
+        name="RAY_memory_monitor_refresh_ms",
+        value="0",
+        why="Ray kills a worker when the node is 95 % full, page cache included; here one lost rank loses the job, and"
+        " large colocated hosts are planned to run that full",
+        source=f"Ray manual, out-of-memory prevention; {_MILES} docs",
+    )
+    yield EnvVar(
+        name="RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S",
+        value="0",
+        why="a raylet that is told to end would first drain for up to 30 s while the allocation is billed",
+        source="measured with Ray 2.60: teardown of 4 nodes",
+    )
+    yield EnvVar(
+        name="RAY_DEDUP_LOGS",
+        value="0",
+        why="lines that differ by rank alone are the evidence when a rank fails",
+        source=f"Ray manual, log deduplication; {_MILES} docs",
+    )
+
+
+def _host_memory() -> Iterator[EnvVar]:
+    yield EnvVar(
+        name="MALLOC_ARENA_MAX",
+        value="2",
+        why="glibc keeps freed memory in one arena for each thread; offloaded weights must really leave host memory",
+        source="mallopt(3), M_ARENA_MAX",
+    )
+    yield EnvVar(
+        name="MALLOC_TRIM_THRESHOLD_",
+        value="131072",
+        why="a fixed threshold also stops glibc from raising its mmap threshold, so that freed tensors go back to the"
+        " kernel at once",
+        source="mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD",
+    )
+
+
+def _offline() -> Iterator[EnvVar]:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        yield EnvVar(
+            name=name,
+            value="1",
+            why="a run reads the files that its spec names; thousands of ranks asking a hub is neither fast nor repeatable",
+            source="huggingface_hub manual, environment variables",
+        )
+    yield EnvVar(
+        name="TOKENIZERS_PARALLELISM",
+        value="false",
+        why="the tokenizer's thread pool competes with the ranks for CPUs and does not survive a fork",
+        source="Hugging Face tokenizers README",
+    )
+
+
+def _gpu() -> Iterator[EnvVar]:
+    yield EnvVar(
+        name="CUDA_DEVICE_MAX_CONNECTIONS",
+        value="1",
+        why="Megatron orders communication before computation by issuing both through one hardware queue",
+        source=f"megatron-core 0.16.1 core/model_parallel_config.py; {_MILES} miles/utils/external_utils/command_utils.py",
+    )
+    yield EnvVar(
+        name="PYTORCH_CUDA_ALLOC_CONF",
+        value=ALLOCATOR,
+        why="fragmentation is held down without expandable_segments, under which pausing a colocated side frees nothing",
+        source=f"{_MILES} examples/swe-agent-harbor-docker/run_glm52_lora_tb2_daytona.py; measured, torch_memory_saver 0.0.10",
+    )
+
+
+def _cpu(spec: JobSpec) -> Iterator[EnvVar]:
+    native = spec.engine.native
+    threads = 1 if native is None else native.threads_per_rank
+    yield EnvVar(
+        name="OMP_NUM_THREADS",
+        value=str(threads),
+        why="engine.native.threads_per_rank; without it every rank starts one thread for each CPU of the machine",
+        source="torch manual, CPU threading",
+    )
+    yield EnvVar(
+        name="CUDA_VISIBLE_DEVICES",
+        value="",
+        why='device = "cpu" means no GPU, also on a machine that has one',
+        source="CUDA programming guide, environment variables",
+    )
+
+
+def _network(spec: JobSpec) -> Iterator[EnvVar]:
+    interface = spec.network.interface
+    if interface is not None and is_plain_interface(interface):
+        yield EnvVar(
+            name="GLOO_SOCKET_IFNAME",
+            value=interface,
+            why="network.interface; Gloo wants one existing name",
+            source="torch manual, distributed: choosing the network interface",
+        )
+        if spec.cluster.device == "gpu":
+            yield EnvVar(
+                name="NCCL_SOCKET_IFNAME",
+                value=f"={interface}",
+                why="network.interface; the = asks for exactly this name, where NCCL would else take it as a prefix",
+                source="NCCL manual, NCCL_SOCKET_IFNAME",
+            )
+    if spec.cluster.device == "gpu" and spec.network.ib_hca is not None:
+        yield EnvVar(
+            name="NCCL_IB_HCA",
+            value=spec.network.ib_hca,
+            why="network.ib_hca",
+            source="NCCL manual, NCCL_IB_HCA",
+        )
+    if spec.nccl.debug is not None:
+        yield EnvVar(
+            name="NCCL_DEBUG",
+            value=spec.nccl.debug,
+            why="nccl.debug",
+            source="NCCL manual, NCCL_DEBUG",
+        )
+
+
+def is_plain_interface(interface: str) -> bool:
+    """Tell whether `interface` is one name, not a pattern that each node must resolve for Gloo and Ray."""
+    return not interface.startswith(("^", "=")) and "," not in interface
+
+
+def allocator_settings(value: str) -> dict[str, str]:
+    """Return torch's allocator settings in `value`, keys and values in lower case."""
+    pairs = (part.partition(":") for part in value.split(","))
+    return {
+        key.strip().lower(): setting.strip().lower() for key, _, setting in pairs if key.strip()
+    }
+
+
+def _allocator(spec: JobSpec) -> Iterator[Verdict]:
+    offloads = spec.cluster.device == "gpu" and (spec.offload.train, spec.offload.rollout) != (
+        "none",
+        "none",
+    )
+    for name in ALLOCATOR_NAMES:
+        settings = allocator_settings(spec.env.get(name, ""))
+        if offloads and settings.get("expandable_segments") == "true":
+            yield Verdict(
+                keys=(f"env.{name}", "offload.train", "offload.rollout"),
+                found=f"expandable_segments:True in {name} with offload",
+                expected="no expandable segments: pausing then frees nothing, and under PYTORCH_ALLOC_CONF without an error",
+                fix=f"Remove it; the default is {ALLOCATOR}.",
+            )
+        if "per_process_memory_fraction" in settings:
+            yield Verdict(
+                keys=(f"env.{name}",),
+                found=f"per_process_memory_fraction in {name}, which reaches every process of the job",
+                expected="no job-wide cap: the rollout engines inherit it and run out of memory",
+                fix="Remove it, and size the engines with rollout.mem_fraction_static.",
+            )
+
+
+def _owned_names(spec: JobSpec) -> Iterator[Verdict]:
+    ours = {variable.name for variable in make_environment(spec) if variable.source != "spec"}
+    defaults = {
+        variable.name: variable
+        for variable in (*_python(), *_ray(), *_offline(), *_gpu(), *_cpu(spec))
+    }
+    for name in spec.env:
+        prefix = next(
+            (why for start, why in _PRESET_PREFIXES.items() if name.startswith(start)), None
+        )
+        reason = _PRESET.get(name) or prefix
+        if reason is None and name in (ours | defaults.keys()) - _REPLACEABLE:
+            reason = defaults[name].why if name in defaults else "this table sets it"
+        if reason is not None:
+            yield Verdict(
+                keys=(f"env.{name}",),
+                found=f"{name} in [env]",
+                expected=f"a variable that the package does not set itself ({reason})",
+                fix="Remove it from [env].",
+            )
+
+
+def _secret_values(spec: JobSpec) -> Iterator[Verdict]:
+    for name in spec.env:
+        if name.upper().endswith(_SECRET_ENDINGS):
+            yield Verdict(
+                keys=(f"env.{name}",),
+                found=f"{name} in [env], whose value is written to the run folder",
+                expected="no secret in a spec",
+                fix="Remove it, keep the secret in a file of mode 0600 on the shared file system, and name that file.",
+            )
+
+
+def _trap_names(spec: JobSpec) -> Iterator[Verdict]:
+    for name, text in TRAPS.items():
+        if name in spec.env:
+            yield Verdict(
+                keys=(f"env.{name}",),
+                found=f"{name} in [env]",
+                expected=text,
+                fix="Remove it from [env].",
+            )
+
+
+TRAPS = {
+    "MILES_TRAIN_MEMORY_FRACTION": "a variable that something reads; this one has no reader",
+    "MILES_BACKEND": "a variable of this Miles; it raises an error on the removed one",
+    "MILES_HOST_IP": "every node to find its own address; set for a whole job, each node would use the head's",
+    "NCCL_VERSION": "the version that the library reports; this variable is only a note that container images leave",
+}
+
+ENVIRONMENT_CHECKS = (
+    Check(
+        Rule(
+            id="MH401",
+            title="an allocator that can be paused",
+            reason="The memory saver unmaps what cudaMalloc gave out; expandable segments do not come from there. Under the"
+            " variable's newer name the saver does not notice, and pausing frees nothing. A job-wide memory fraction also"
+            " caps the rollout engines.",
+            source="measured with torch_memory_saver 0.0.10; torch_memory_saver issue 24, pull request 25",
+        ),
+        _allocator,
+    ),
+    Check(
+        Rule(
+            id="MH402",
+            title="variables with one owner",
+            reason="A variable that is set twice has one value that its reader did not expect.",
+            source="docs/reference/environment.md",
+        ),
+        _owned_names,
+    ),
+    Check(
+        Rule(
+            id="MH403",
+            title="no secret in a spec",
+            reason="The spec, the plan and the handoff are stored in the run folder and Ray logs environments in clear.",
+            source=f"{_MILES} miles/rollout/agentic/credentials.py",
+        ),
+        _secret_values,
+    ),
+    Check(
+        Rule(
+            id="MH404",
+            title="variables that do what their name says",
+            reason="Some names are remnants or act job-wide where a node's own value is needed.",
+            source=f"{_MILES} miles/utils/http_utils.py:70; grep of the repository",
+        ),
+        _trap_names,
+    ),
+)

@@ -1,0 +1,118 @@
+"""The world of a job and its two grids: how many ranks there are and whether they divide into replicas.
+
+Pure arithmetic. Whether the model divides too is `division` and `pipeline`; which rank sits where is `placement`.
+"""
+
+from collections.abc import Iterator
+from math import gcd, lcm
+
+from miles_hpc.plan.findings import Check, Verdict
+from miles_hpc.spec.job import JobSpec
+from miles_hpc.spec.rules import Rule
+
+_MCORE = "megatron-core 0.16.1"
+
+
+def ranks_per_node(spec: JobSpec) -> int:
+    """Return the trainer ranks on one node: its GPUs, or on CPU what the spec says."""
+    cluster = spec.cluster
+    return cluster.gpus_per_node if cluster.device == "gpu" else cluster.cpu_ranks_per_node
+
+
+def world_size(spec: JobSpec) -> int:
+    """Return the number of trainer ranks; every GPU of the job holds one."""
+    return spec.cluster.num_nodes * ranks_per_node(spec)
+
+
+def nodes_that_divide(spec: JobSpec, ranks: int) -> int:
+    """Return the smallest node count, not below the spec's, whose ranks are a multiple of `ranks`."""
+    step = ranks // gcd(ranks, ranks_per_node(spec)) if ranks_per_node(spec) else 1
+    return -(-spec.cluster.num_nodes // step) * step
+
+
+def world_text(spec: JobSpec) -> str:
+    """Return the arithmetic of `world_size` for a message."""
+    kind = "gpus_per_node" if spec.cluster.device == "gpu" else "cpu_ranks_per_node"
+    return (
+        f"cluster.num_nodes({spec.cluster.num_nodes}) * {kind}({ranks_per_node(spec)})"
+        f" = {world_size(spec)} ranks"
+    )
+
+
+def _has_ranks(spec: JobSpec) -> Iterator[Verdict]:
+    cluster = spec.cluster
+    if cluster.device == "gpu" and cluster.gpus_per_node == 0:
+        yield Verdict(
+            keys=("cluster.gpus_per_node", "cluster.device"),
+            found='device "gpu" with gpus_per_node = 0',
+            expected="at least one GPU on each node",
+            fix='Set cluster.gpus_per_node, or device = "cpu".',
+        )
+    if cluster.device == "cpu" and cluster.gpus_per_node > 0:
+        yield Verdict(
+            keys=("cluster.gpus_per_node", "cluster.device"),
+            found=f'device "cpu" with gpus_per_node = {cluster.gpus_per_node}',
+            expected="no GPU on a CPU job",
+            fix='Remove cluster.gpus_per_node, or set device = "gpu".',
+        )
+
+
+def _dense_grid(spec: JobSpec) -> Iterator[Verdict]:
+    p, world = spec.parallel, world_size(spec)
+    replica = p.tp * p.pp * p.cp
+    if world and world % replica:
+        yield Verdict(
+            keys=("parallel.tp", "parallel.pp", "parallel.cp", "cluster.num_nodes"),
+            found=f"tp({p.tp}) * pp({p.pp}) * cp({p.cp}) = {replica} ranks a replica, but {world_text(spec)},"
+            f" and {world} = {world // replica} * {replica} + {world % replica}",
+            expected="a whole number of replicas (data parallel size)",
+            fix=f"Set cluster.num_nodes = {nodes_that_divide(spec, replica)}, or a product tp * pp * cp that divides {world}.",
+        )
+
+
+def _expert_grid(spec: JobSpec) -> Iterator[Verdict]:
+    p, world = spec.parallel, world_size(spec)
+    replica = p.etp * p.ep * p.pp
+    if world and world % replica:
+        both = lcm(replica, p.tp * p.pp * p.cp)
+        yield Verdict(
+            keys=("parallel.ep", "parallel.etp", "parallel.pp", "cluster.num_nodes"),
+            found=f"etp({p.etp}) * ep({p.ep}) * pp({p.pp}) = {replica} ranks an expert replica, but {world_text(spec)},"
+            f" and {world} = {world // replica} * {replica} + {world % replica}",
+            expected="a whole number of expert replicas (expert data parallel size)",
+            fix=f"Set cluster.num_nodes = {nodes_that_divide(spec, both)}, or a product etp * ep * pp that divides {world}.",
+        )
+
+
+GRID_CHECKS = (
+    Check(
+        Rule(
+            id="MH201",
+            title="a job has ranks on the device it names",
+            reason="Every trainer rank and rollout engine needs a GPU, or a CPU rank when device is cpu.",
+            arithmetic="world = num_nodes * gpus_per_node (gpu) or num_nodes * cpu_ranks_per_node (cpu)",
+            source="docs/reference/job-spec.md",
+        ),
+        _has_ranks,
+    ),
+    Check(
+        Rule(
+            id="MH202",
+            title="whole model replicas",
+            reason="Megatron splits the world into replicas of tp * pp * cp ranks; the number of replicas is dp.",
+            arithmetic="world % (tp * pp * cp) = 0; dp = world / (tp * pp * cp)",
+            source=f"{_MCORE} core/parallel_state.py initialize_model_parallel",
+        ),
+        _dense_grid,
+    ),
+    Check(
+        Rule(
+            id="MH203",
+            title="whole expert replicas",
+            reason="Experts have their own grid over the same ranks and pipeline stages; the number of its replicas is edp.",
+            arithmetic="world % (etp * ep * pp) = 0; edp = world / (etp * ep * pp), so ep * etp * edp = tp * cp * dp",
+            source=f"{_MCORE} core/parallel_state.py initialize_model_parallel",
+        ),
+        _expert_grid,
+    ),
+)

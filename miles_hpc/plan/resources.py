@@ -1,0 +1,111 @@
+"""Rules between what a job asks of a node and what its processes need, and between nodes.
+
+Knows no Slurm option; memory is `memory`.
+"""
+
+from collections.abc import Iterator
+
+from miles_hpc.plan.findings import Check, Verdict
+from miles_hpc.plan.grid import ranks_per_node
+from miles_hpc.spec.job import JobSpec
+from miles_hpc.spec.rules import Rule
+
+MULTI_NODE_ENGINE_NCCL = (2, 30, 7)
+
+
+def threads_per_bundle(spec: JobSpec) -> int:
+    """Return the CPUs that one rank's bundle needs: its trainer rank and engine share them, as they never compute at once."""
+    native = spec.engine.native
+    if spec.cluster.device == "gpu" or native is None:
+        return 1
+    return max(native.threads_per_rank, native.threads_per_engine)
+
+
+def _cpus(spec: JobSpec) -> Iterator[Verdict]:
+    have, ranks, threads = (
+        spec.cluster.cpus_per_node,
+        ranks_per_node(spec),
+        threads_per_bundle(spec),
+    )
+    if have is None or ranks * threads <= have:
+        return
+    yield Verdict(
+        keys=(
+            "cluster.cpus_per_node",
+            "engine.native.threads_per_rank",
+            "cluster.cpu_ranks_per_node",
+        ),
+        found=f"{ranks} ranks a node * {threads} CPUs each = {ranks * threads} CPUs, above cpus_per_node({have})",
+        expected="every rank's bundle to find its CPUs, or the placement would wait for ever",
+        fix=f"Set cluster.cpus_per_node = {ranks * threads}.",
+    )
+
+
+def _segment(spec: JobSpec) -> Iterator[Verdict]:
+    segment, nodes = spec.cluster.segment, spec.cluster.num_nodes
+    if segment is not None and segment > nodes:
+        yield Verdict(
+            keys=("cluster.segment", "cluster.num_nodes"),
+            found=f"segment({segment}) above num_nodes({nodes})",
+            expected="a segment no larger than the job",
+            fix=f"Set cluster.segment = {nodes}, or remove it.",
+        )
+
+
+def _nccl_for_wide_engines(spec: JobSpec) -> Iterator[Verdict]:
+    if spec.cluster.device == "cpu" or spec.rollout.gpus_per_engine <= max(1, ranks_per_node(spec)):
+        return
+    version = tuple(int(part) for part in spec.nccl.version.split("."))
+    wanted = ".".join(map(str, MULTI_NODE_ENGINE_NCCL))
+    text = f"a rollout engine of {spec.rollout.gpus_per_engine} GPUs on nodes of {ranks_per_node(spec)}"
+    if version < MULTI_NODE_ENGINE_NCCL:
+        yield Verdict(
+            keys=("nccl.version", "rollout.gpus_per_engine"),
+            found=f"{text} with NCCL {spec.nccl.version}",
+            expected=f"NCCL {wanted} or newer for engines that span nodes",
+            fix=f'Set nccl.version = "{wanted}".',
+        )
+    if not spec.nccl.preload and spec.nccl.path is None:
+        yield Verdict(
+            keys=("nccl.preload", "rollout.gpus_per_engine"),
+            found=f"{text} with nccl.preload = false",
+            expected=f"the pinned NCCL {wanted} to be what the engine's processes load, not the copy beside torch",
+            fix="Remove nccl.preload = false.",
+        )
+
+
+RESOURCE_CHECKS = (
+    Check(
+        Rule(
+            id="MH261",
+            title="CPUs for every rank",
+            reason="Ray places one bundle for each rank; a bundle that asks more CPUs than its node has left is never placed,"
+            " and the job would wait in silence.",
+            arithmetic="ranks_per_node * max(threads_per_rank, threads_per_engine) <= cpus_per_node;"
+            " one CPU a rank on GPU nodes",
+            source="radixark/miles 31f1ca961 miles/ray/placement_group.py (bundles of GPU 1, CPU 1)",
+        ),
+        _cpus,
+    ),
+    Check(
+        Rule(
+            id="MH262",
+            title="a segment inside the job",
+            reason="Slurm keeps `segment` nodes together in one NVLink domain; it cannot keep more than the job has.",
+            arithmetic="segment <= num_nodes",
+            source="sbatch manual, --segment",
+        ),
+        _segment,
+    ),
+    Check(
+        Rule(
+            id="MH263",
+            title="a fixed NCCL for engines that span nodes",
+            reason="NCCL 2.28 hangs in collectives that are captured in CUDA graphs and cross nodes, which is what a rollout"
+            " engine of more than one node does.",
+            arithmetic="gpus_per_engine > gpus_per_node needs nccl.version >= 2.30.7, preloaded",
+            source="radixark/miles docs/models/qwen/qwen3-8.md section 6.2",
+        ),
+        _nccl_for_wide_engines,
+    ),
+)
