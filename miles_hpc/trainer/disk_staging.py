@@ -1,0 +1,204 @@
+"""The staging memory between tensors and a file, and the workers that move blocks through it.
+
+Two chunks of memory in all, cut into slots; one worker owns one slot and carries one block at a time: device copy, then
+disk request, or the reverse. While one worker copies, the others' requests are in flight, so that copies cost nothing
+that the disk does not already cost. Knows nothing of what the bytes mean.
+"""
+
+import contextlib
+import itertools
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from miles_hpc.trainer.disk_file import DiskFile, DiskOffloadError
+from miles_hpc.trainer.disk_layout import ALIGNMENT_BYTES, StreamLayout, round_up
+from miles_hpc.units import format_bytes
+
+REQUESTS_IN_FLIGHT = 8
+"""Slots, and so requests in flight at most; measured, docs/measurements/offload.md."""
+
+
+class Staging:
+    """Two chunks of page-aligned host memory, pinned when a GPU is at the other end, kept until `close`.
+
+    Args:
+        chunk_bytes: half of the memory to take.
+        device: where the tensors live; a CUDA device makes the memory pinned and gives each slot a stream.
+        slots: requests in flight at most; fewer when a slot would fall below one aligned page.
+    """
+
+    def __init__(
+        self, chunk_bytes: int, device: torch.device, *, slots: int = REQUESTS_IN_FLIGHT
+    ) -> None:
+        total = 2 * chunk_bytes
+        if chunk_bytes < ALIGNMENT_BYTES:
+            raise DiskOffloadError(
+                f"staging: found a chunk of {chunk_bytes} bytes, expected at least {ALIGNMENT_BYTES}. "
+                "Set offload.chunk to 16MiB or more."
+            )
+        slots = max(1, min(slots, total // ALIGNMENT_BYTES))
+        self.block_bytes = total // slots // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.device = device
+        self.num_bytes = self.block_bytes * slots
+        try:
+            self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise DiskOffloadError(
+                f"staging: {format_bytes(self.num_bytes)} of host memory: {error}; expected 2 * offload.chunk to be "
+                "free for each rank. Lower offload.chunk or ask for more memory."
+            ) from error
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._tensor: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8).zero_()
+        self._pinned = device.type == "cuda"
+        if self._pinned:
+            _check_cuda(_cudart().cudaHostRegister(self._tensor.data_ptr(), self.num_bytes, 0))
+        self.slots = tuple(
+            Slot(self, self._tensor.narrow(0, i * self.block_bytes, self.block_bytes), i)
+            for i in range(slots)
+        )
+
+    def view(self, start: int, num_bytes: int) -> memoryview:
+        """Return the raw memory of a part, for the disk requests."""
+        return memoryview(self._map)[start : start + num_bytes]
+
+    def close(self) -> None:
+        """Give the memory back; a second call does nothing."""
+        if self._tensor is None:
+            return
+        if self._pinned:
+            _check_cuda(_cudart().cudaHostUnregister(self._tensor.data_ptr()))
+        self.slots = ()
+        self._tensor = None
+        with contextlib.suppress(BufferError):  # a view somewhere still lives: freed with it
+            self._map.close()
+
+
+class Slot:
+    """One worker's part of the staging memory."""
+
+    def __init__(self, staging: Staging, tensor: torch.Tensor, index: int) -> None:
+        self.tensor = tensor
+        self._staging = staging
+        self._start = index * staging.block_bytes
+        self.stream = _stream_of(staging.device)
+
+    def memory(self, num_bytes: int) -> memoryview:
+        """Return the first `num_bytes` for a disk request."""
+        return self._staging.view(self._start, num_bytes)
+
+    @contextlib.contextmanager
+    def copying(self, ready: "torch.cuda.Event | None") -> Iterator[None]:
+        """Run copies on this slot's stream, after `ready`; they are complete at exit."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self._staging.device), torch.cuda.stream(self.stream):
+            if ready is not None:
+                self.stream.wait_event(ready)
+            yield
+            self.stream.synchronize()
+
+
+def write_spans(
+    spans: Sequence[torch.Tensor], layout: StreamLayout, file: DiskFile, staging: Staging
+) -> None:
+    """Write flat uint8 tensors to `file` as `layout` says; every byte is on the device when this returns.
+
+    Raises:
+        DiskOffloadError: after all requests in flight have ended; the spans are untouched.
+    """
+    ready = _work_queued_so_far(staging.device)
+
+    def write(slot: Slot, block: int) -> None:
+        payload = layout.payload_bytes(block)
+        length = round_up(payload)
+        with slot.copying(ready):
+            for piece in layout.pieces(block):
+                source = spans[piece.span].narrow(0, piece.span_offset_bytes, piece.num_bytes)
+                target = slot.tensor.narrow(0, piece.block_offset_bytes, piece.num_bytes)
+                target.copy_(source, non_blocking=True)
+        if length > payload:
+            slot.tensor[payload:length].zero_()
+        file.write_block(slot.memory(length), block * layout.block_bytes)
+
+    file.preallocate(layout.file_bytes)
+    _run_workers(write, layout.num_blocks, staging)
+    file.finish_writes()
+
+
+def read_spans(
+    spans: Sequence[torch.Tensor], layout: StreamLayout, file: DiskFile, staging: Staging
+) -> None:
+    """Fill flat uint8 tensors from `file` as `layout` says; every byte is in place when this returns.
+
+    Raises:
+        DiskOffloadError: after all requests in flight have ended; the spans then hold nothing of value.
+    """
+    file.check_present()
+    ready = _work_queued_so_far(staging.device)
+
+    def read(slot: Slot, block: int) -> None:
+        length = round_up(layout.payload_bytes(block))
+        file.read_block(slot.memory(length), block * layout.block_bytes)
+        with slot.copying(ready):
+            for piece in layout.pieces(block):
+                source = slot.tensor.narrow(0, piece.block_offset_bytes, piece.num_bytes)
+                target = spans[piece.span].narrow(0, piece.span_offset_bytes, piece.num_bytes)
+                target.copy_(source, non_blocking=True)
+
+    _run_workers(read, layout.num_blocks, staging)
+    file.finish_reads()
+
+
+def _run_workers(carry: Callable[[Slot, int], None], num_blocks: int, staging: Staging) -> None:
+    """Carry every block once, as many at a time as there are slots; the first error stops the rest and is raised."""
+    blocks = itertools.count()
+    take = threading.Lock()
+    failed = threading.Event()
+
+    def work(slot: Slot) -> None:
+        while not failed.is_set():
+            with take:
+                block = next(blocks)
+            if block >= num_blocks:
+                return
+            try:
+                carry(slot, block)
+            except BaseException:
+                failed.set()
+                raise
+
+    slots = staging.slots[:num_blocks]
+    if not slots:
+        return
+    with ThreadPoolExecutor(len(slots), thread_name_prefix="disk-offload") as pool:
+        futures = [pool.submit(work, slot) for slot in slots]
+    for future in futures:
+        future.result()
+
+
+def _stream_of(device: torch.device) -> "torch.cuda.Stream | None":
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def _work_queued_so_far(device: torch.device) -> "torch.cuda.Event | None":
+    """Mark the caller's stream, so that copies on other streams see what was computed before the call."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _cudart() -> Any:  # noqa: ANN401 - the binding has no types
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check_cuda(result: object) -> None:
+    torch.cuda.check_error(int(result))  # type: ignore[call-overload]
