@@ -5,6 +5,7 @@ This module knows no table and no file; `spec.load` makes paths absolute before 
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -114,6 +115,26 @@ def _line(value: str) -> str:
     return value
 
 
+def distinct(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `values`, or raise ValueError if one of them stands there twice."""
+    if len(set(values)) != len(values):
+        raise ValueError("an array without duplicates")
+    return values
+
+
+def ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `values`, or raise ValueError unless each is above the one before it."""
+    if any(left >= right for left, right in pairwise(values)):
+        raise ValueError("an ascending array without duplicates")
+    return values
+
+
+def _not_zero(size: Bytes) -> Bytes:
+    if size <= 0:
+        raise ValueError("a size above zero; to Slurm, a memory of 0 means all of the node's")
+    return size
+
+
 def _text(value: str) -> str:
     if has_control_characters(value.replace("\n", "").replace("\t", "")):
         raise ValueError("text without control characters other than line breaks and tabs")
@@ -148,6 +169,8 @@ Size = Annotated[
     WithJsonSchema({"type": "string", "examples": ["96GiB", "512MiB"]}),
 ]
 """A size with a unit: "96GiB", "512MiB", "1.5TB"."""
+PositiveSize = Annotated[Size, AfterValidator(_not_zero)]
+"""A size above zero."""
 Duration = Annotated[
     Seconds,
     BeforeValidator(_duration),
@@ -187,6 +210,13 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
 """The name of an environment variable."""
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,63}$")]
 """A long option without its dashes."""
+
+SrunOption = Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=.*)?$"), AfterValidator(_line)]
+"""One long srun option with its value."""
+Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:,^=@-]{1,255}$")]
+"""A network interface or adapter, or a pattern in NCCL's form."""
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}$")]
+"""A name without blanks or slashes."""
 
 SubmitPath = Annotated[Path, BeforeValidator(_path), PathBase("current")]
 """A path relative to the current folder at submission."""

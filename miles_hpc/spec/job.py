@@ -7,15 +7,36 @@ belong to `plan` and `engine`. Read from files by `miles_hpc.spec.load`.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from miles_hpc.spec.fields import Duration, Size, Table
+from miles_hpc.spec.fields import (
+    Deadline,
+    Duration,
+    FilePath,
+    Interface,
+    Line,
+    NodePath,
+    OptionName,
+    PositiveSize,
+    Size,
+    SlurmExpression,
+    SlurmName,
+    SrunOption,
+    SubmitPath,
+    Table,
+    Text,
+    TimeLimit,
+    VariableName,
+    Word,
+    distinct,
+)
 from miles_hpc.spec.model import Count, ModelTable
 from miles_hpc.units import Bytes, Seconds
 
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class JobTable(Table):
@@ -25,15 +46,15 @@ class JobTable(Table):
     """Name of the job in Slurm and first part of the run folder's name."""
     engine: Literal["native", "miles"]
     """Trainer back-end: `native` (megatron-core with SGLang or transformers, in this package) or `miles` (drives radixark/miles)."""
-    time_limit: Duration
-    """Longest run time of one attempt, as "4h" or any Slurm time form ("30" is 30 minutes)."""
-    run_root: Path = Path("runs")
-    """Folder, on a file system that every node sees, in which the run folder is made. `~` and relative paths are resolved at submission."""
+    time_limit: TimeLimit
+    """Longest run time of one attempt, as "4h" or any Slurm time form ("30" is 30 minutes, "10:00" ten minutes). Slurm rounds it up to whole minutes."""
+    run_root: SubmitPath = Path("runs")
+    """Folder, on a file system that every node sees, in which the run folder is made. `~` is expanded and a relative path is taken from the current folder at submission."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a later attempt continues from the last complete checkpoint; "never" also forbids Slurm to requeue the job."""
     max_attempts: Count = 3
-    """Attempts after which the run is given up."""
-    comment: str | None = None
+    """Attempts after which the run is given up (`resume = "auto"` only)."""
+    comment: Line | None = None
     """Free text for Slurm's job comment."""
 
 
@@ -45,49 +66,49 @@ class ClusterTable(Table):
     device: Literal["gpu", "cpu"] = "gpu"
     """What trainer ranks and rollout engines run on."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
-    """GPUs of each node, all of them used; 0 exactly when `device` is "cpu"."""
+    """GPUs of each node, all of them used; required when `device` is "gpu", left out when it is "cpu"."""
     cpu_ranks_per_node: Count = 1
     """Trainer ranks on each node when `device` is "cpu"."""
     cpus_per_node: Count | None = None
     """CPUs to ask for on each node; left out, the whole node's (with `exclusive`) or the site's default."""
-    memory_per_node: Size | None = None
+    memory_per_node: PositiveSize | None = None
     """Memory to ask for on each node; left out, all of it (`--mem=0`)."""
-    node_memory: Size | None = None
+    node_memory: PositiveSize | None = None
     """Physical memory of a node of this type, for the planner."""
-    gpu_memory: Size | None = None
+    gpu_memory: PositiveSize | None = None
     """Memory of one GPU, for the planner."""
     exclusive: bool = True
     """Ask for whole nodes; large jobs always should."""
-    partition: str | None = None
-    """Slurm partition."""
-    account: str | None = None
+    partition: SlurmName | None = None
+    """Slurm partition, or a comma list of them."""
+    account: SlurmName | None = None
     """Slurm account."""
-    qos: str | None = None
+    qos: SlurmName | None = None
     """Slurm quality of service."""
-    constraint: str | None = None
+    constraint: SlurmExpression | None = None
     """Slurm node feature expression."""
-    reservation: str | None = None
+    reservation: SlurmName | None = None
     """Slurm reservation."""
     gpu_request: Literal["gres", "gpus-per-node", "none"] = "gpus-per-node"
     """How GPUs are asked for: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all where whole nodes imply them."""
-    gpu_type: str | None = None
+    gpu_type: Word | None = None
     """GPU type name inside the request, such as "h200"."""
     segment: Count | None = None
     """Nodes of one NVLink domain that must stay together (`--segment`)."""
-    sbatch_options: dict[str, str | bool] = Field(default_factory=dict)
+    sbatch_options: dict[OptionName, Line | bool] = Field(default_factory=dict)
     """Further long sbatch options by name without dashes, such as {licenses = "scratch:1"}; options that this package owns are refused."""
-    srun_options: tuple[str, ...] = ()
-    """Further arguments of the one srun step, such as "--container-image=..."."""
-    python: Path | None = None
+    srun_options: tuple[SrunOption, ...] = ()
+    """Further long options of the one srun step, each as one text, such as "--container-image=..."; options that this package owns are refused."""
+    python: NodePath | None = None
     """Python interpreter on the compute nodes with Ray and the engine installed; left out, the interpreter that submits."""
 
 
 class NetworkTable(Table):
     """[network]: which interface carries the traffic between nodes."""
 
-    interface: str | None = None
+    interface: Interface | None = None
     """Interface for NCCL, Gloo and Ray: a name ("ib0"), or a pattern in NCCL's form ("^lo,docker"). Left out, the interface that holds the address of the node's own name."""
-    ib_hca: str | None = None
+    ib_hca: Interface | None = None
     """Value of NCCL_IB_HCA, such as "mlx5"; left out, NCCL chooses."""
 
 
@@ -105,11 +126,11 @@ class ParallelTable(Table):
     etp: Count = 1
     """Expert tensor parallel size."""
     sequence_parallel: bool = False
-    """Split activations along the sequence inside a tensor parallel group."""
+    """Split activations along the sequence inside a tensor parallel group (`tp` above 1)."""
     first_stage_layers: Count | None = None
-    """Decoder layers on the first pipeline stage, when the split is uneven."""
+    """Decoder layers on the first pipeline stage, when the split is uneven (`pp` above 1)."""
     last_stage_layers: Count | None = None
-    """Decoder layers on the last pipeline stage, when the split is uneven."""
+    """Decoder layers on the last pipeline stage, when the split is uneven (`pp` above 1)."""
 
 
 class RolloutTable(Table):
@@ -139,12 +160,12 @@ class RolloutTable(Table):
     """Longest prompt plus response an engine accepts (sglang only); left out, the sum of the two maxima."""
     expert_parallel: Count | None = None
     """Expert parallel size inside an engine (sglang only)."""
-    attention_backend: str | None = None
-    """SGLang attention backend, such as "triton"."""
-    moe_runner_backend: str | None = None
-    """SGLang MoE runner backend, such as "flashinfer_trtllm"."""
-    lora_backend: str | None = None
-    """SGLang LoRA backend; mixture-of-experts models with LoRA need "triton"."""
+    attention_backend: Word | None = None
+    """SGLang attention backend, such as "triton" (sglang only)."""
+    moe_runner_backend: Word | None = None
+    """SGLang MoE runner backend, such as "flashinfer_trtllm" (sglang only)."""
+    lora_backend: Word | None = None
+    """SGLang LoRA backend; mixture-of-experts models with LoRA need "triton" (sglang only)."""
 
 
 class TrainTable(Table):
@@ -170,7 +191,7 @@ class TrainTable(Table):
     """Divide a group's centred rewards by their standard deviation."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL term against the reference (the base without adapter); 0 loads no reference."""
-    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.98)
     """Adam's beta1 and beta2."""
     adam_eps: Positive = 1e-8
     """Adam's epsilon."""
@@ -179,7 +200,7 @@ class TrainTable(Table):
     clip_grad: Positive = 1.0
     """Largest gradient norm; larger ones are scaled down."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation."""
+    """Activation recomputation: none, the attention scores (`selective`), or every layer (`full`; least memory, about a third more work)."""
     optimizer_cpu_offload: bool = False
     """Keep the optimizer state in host memory (miles engine)."""
     seed: Annotated[int, Field(ge=0)] = 1234
@@ -193,9 +214,14 @@ class LoraTable(Table):
     """Rank of the adapters."""
     alpha: Positive
     """Scale: the adapter's output is multiplied by alpha / rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Decay = 0.0
     """Dropout before the adapter (miles engine only; the native engine wants 0)."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    target_modules: Annotated[tuple[Word, ...], Field(min_length=1), AfterValidator(distinct)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    )
     """Hugging Face names of the adapted projections."""
 
 
@@ -206,14 +232,14 @@ class OffloadTable(Table):
     """Where the trainer's weights, gradients and optimizer state go during rollout."""
     rollout: Literal["none", "host"] = "host"
     """Whether the rollout engine gives back its memory during training ("host" keeps a copy of the weights in host memory)."""
-    scratch_root: Path | None = None
+    scratch_root: NodePath | None = None
     """Node-local folder on a real disk for offloaded tensors; the job's own subfolder is made below it and removed at the end. Left out, the site's, else the first of $SLURM_TMPDIR, /scratch, /local, /var/tmp that is a writable disk."""
     scratch_min_free: Size = Bytes(2**30)
     """Free space that must be on the scratch file system of every node before the job starts."""
     allow_memory_scratch: bool = False
     """Accept a scratch folder on tmpfs, ramfs or a network file system (it defeats the purpose of disk offload)."""
-    chunk: Size = Bytes(64 * 2**20)
-    """Bytes moved at a time between memory and scratch disk."""
+    chunk: PositiveSize = Bytes(64 * 2**20)
+    """Bytes moved at a time between memory and scratch disk (`train = "disk"` only)."""
     peak_device: Literal["cpu", "gpu"] = "cpu"
     """Where both sides' weights overlap during a handoff: host memory or GPU memory."""
     base_cpu_backup: bool = False
@@ -227,20 +253,26 @@ class DataTable(Table):
 
     source: Literal["reasoning_gym", "jsonl"]
     """`reasoning_gym` makes verifiable tasks from a seed; `jsonl` reads a file of prompts (miles engine)."""
-    task: str | None = None
-    """Name of the reasoning-gym task, such as "chain_sum"."""
-    task_options: dict[str, int | float | str | bool] = Field(default_factory=dict)
+    task: Word | None = None
+    """Name of the reasoning-gym task, such as "chain_sum"; required with `reasoning_gym`."""
+    task_options: dict[Line, int | float | Text | bool] = Field(default_factory=dict)
     """Options of the task, passed on as they are, such as {min_terms = 2, max_terms = 2}."""
-    instruction: str = ""
-    """Text put before every question, in the user's message."""
-    path: Path | None = None
-    """Prompt file (`source = "jsonl"`), seen by every node."""
-    input_key: str = "prompt"
+    instruction: Text = ""
+    """Text put before every question, in the user's message (`reasoning_gym` only)."""
+    path: FilePath | None = None
+    """Prompt file, seen by every node; required with `jsonl`. A relative path is taken from the folder of the file that sets it."""
+    input_key: Line = "prompt"
     """Key of the prompt in each line of `path`."""
-    label_key: str | None = None
+    label_key: Line | None = None
     """Key of the reference answer in each line of `path`."""
-    metadata_key: str | None = None
+    metadata_key: Line | None = None
     """Key of the metadata in each line of `path`."""
+    reward: Word | None = None
+    """Name of Miles' reward for the responses to `path`, such as "deepscaler" (`jsonl` only); left out when the generate function scores them itself."""
+    apply_chat_template: bool = True
+    """Render `input_key` through the tokenizer's chat template (`jsonl` only); false for a session server that renders it."""
+    shuffle: bool = True
+    """Visit the lines of `path` in a seeded random order (`jsonl` only)."""
 
 
 class CheckpointTable(Table):
@@ -259,7 +291,7 @@ class NcclTable(Table):
 
     version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$")] = "2.30.7"
     """Version that the library must report; env/nccl.toml holds the pin."""
-    path: Path | None = None
+    path: NodePath | None = None
     """libnccl.so.2 on every node; left out, the one of the nvidia-nccl-cu13 package beside the node's Python."""
     preload: bool = True
     """Inject the library by LD_PRELOAD into Ray's workers and prove its version in them."""
@@ -270,9 +302,9 @@ class NcclTable(Table):
 class AgentTable(Table):
     """[agent]: deadlines of the node agent."""
 
-    ready_deadline: Duration = Seconds(300.0)
+    ready_deadline: Deadline = Seconds(300.0)
     """Longest time until every node has joined the Ray cluster; then the job fails and names who is missing."""
-    placement_deadline: Duration = Seconds(600.0)
+    placement_deadline: Deadline = Seconds(600.0)
     """Longest time until the driver's actors are placed and loaded."""
     stop_grace: Duration = Seconds(20.0)
     """Time that a child process has between SIGTERM and SIGKILL at teardown."""
@@ -287,23 +319,27 @@ class NativeTable(Table):
     """CPU threads of one transformers rollout engine."""
     cpu_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of all weights when `cluster.device` is "cpu"."""
+    phase_deadline: Duration = Seconds(3600.0)
+    """Longest time of one phase of a step (rollout, update, save, weight sync); then the driver fails and names who is late."""
 
 
 class MilesTable(Table):
     """[engine.miles]: which Miles to drive and with what it is not modelled here."""
 
-    root: Path
+    root: NodePath
     """Checkout of radixark/miles, or its path inside the container image."""
-    revision: str
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{7,40}$")]
     """Commit of that checkout; flags are checked against what this revision knows."""
-    megatron_path: Path
+    megatron_path: NodePath
     """Megatron-LM checkout put on PYTHONPATH."""
-    model_type: str
+    model_type: Word
     """Name of the file in Miles' scripts/models that holds the model arguments."""
     script: Literal["train.py", "train_async.py"] = "train.py"
     """Miles' driver script."""
-    extra_args: dict[str, str | int | float | bool | tuple[str, ...]] = Field(default_factory=dict)
-    """Further flags of the script by name without dashes; flags that this package owns are refused."""
+    extra_args: dict[OptionName, Line | int | float | bool | tuple[Line, ...]] = Field(
+        default_factory=dict
+    )
+    """Further flags of the script by name without dashes: true gives a flag without value, a text or number one value, an array several. Flags that this package owns are refused."""
 
 
 class EngineTable(Table):
@@ -330,8 +366,8 @@ class JobSpec(Table):
     data: DataTable
     checkpoint: CheckpointTable = CheckpointTable()
     nccl: NcclTable = NcclTable()
-    env: dict[str, str] = Field(default_factory=dict)
-    """[env]: further environment variables of the engine's processes; variables that this package sets are refused."""
+    env: dict[VariableName, Line] = Field(default_factory=dict)
+    """[env]: further environment variables of the engine's processes; variables that this package owns, and secrets, are refused."""
     agent: AgentTable = AgentTable()
     engine: EngineTable = EngineTable()
 

