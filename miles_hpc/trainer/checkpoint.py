@@ -1,0 +1,154 @@
+"""Saves and restores what a trainer rank changes: adapter, optimizer state, step and random state.
+
+The base is not saved: it is the checkpoint that the spec names. Each model-parallel rank of the first replica writes one
+file; `FOLDER.tmp` becomes `FOLDER` once all files are on disk. The COMPLETE marker is the driver's.
+
+megatron's dist_checkpointing is not used: its distributed optimizer cannot be loaded without Transformer Engine, and
+adapters are small enough not to need resharding. Knows no offload; the tensors must be in memory.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from miles_hpc.errors import DriverError, ResumeError
+from miles_hpc.spec.job import JobSpec
+from miles_hpc.trainer.grid import Grid
+
+LAYOUT, ADAPTER = "layout.json", "adapter_model.safetensors"
+
+
+def layout_of(spec: JobSpec) -> dict[str, object]:
+    """Return what a checkpoint's files depend on; a restore demands equal values."""
+    lora, parallel, model = spec.lora, spec.parallel, spec.model
+    assert lora is not None, "build_model refuses a spec without [lora]"
+    return {
+        "model": model.name,
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "first_stage_layers": parallel.first_stage_layers,
+        "last_stage_layers": parallel.last_stage_layers,
+        "lora_rank": lora.rank,
+        "target_modules": sorted(lora.target_modules),
+    }
+
+
+def _rank_file(folder: Path, grid: Grid) -> Path:
+    return folder / f"trainer-tp{grid.tp_rank:03d}-pp{grid.pp_rank:03d}.pt"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _agree(grid: Grid, message: str | None) -> None:
+    """Raise on every rank when any rank has an error to tell; without one, a barrier."""
+    messages: list[str | None] = [None] * grid.world_size
+    dist.all_gather_object(messages, message, group=grid.control)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]
+    if failed:
+        raise DriverError("; ".join(failed))
+
+
+def _attempt(action: Any, folder: Path) -> str | None:
+    try:
+        action()
+    except OSError as error:
+        return f"{folder}: {error}; expected a writable folder with space. Check the run folder's disk."
+    return None
+
+
+def save_checkpoint(
+    folder: Path,
+    state: dict[str, object],
+    adapter: dict[str, Tensor] | None,
+    spec: JobSpec,
+    grid: Grid,
+) -> None:
+    """Write `folder` together with all ranks; it has its name only when every file is on disk.
+
+    Args:
+        state: this rank's state, of tensors and plain values.
+        adapter: the whole adapter under its PEFT names, on rank 0.
+
+    Raises:
+        DriverError: on every rank, if any rank could not write; `folder` does not exist then.
+    """
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+
+    def prepare() -> None:
+        if grid.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+
+    def write() -> None:
+        if grid.dp_rank == 0:
+            torch.save(state, _rank_file(unfinished, grid))
+            _sync(_rank_file(unfinished, grid))
+        if adapter is not None:
+            save_file(adapter, str(unfinished / ADAPTER), metadata={"format": "pt"})
+            _sync(unfinished / ADAPTER)
+            text = json.dumps(layout_of(spec), indent=2) + "\n"
+            (unfinished / LAYOUT).write_text(text, encoding="utf-8")
+            _sync(unfinished / LAYOUT)
+
+    def publish() -> None:
+        if grid.rank == 0:
+            _sync(unfinished)
+            shutil.rmtree(folder, ignore_errors=True)
+            unfinished.rename(folder)
+            _sync(folder.parent)
+
+    for action in (prepare, write, publish):
+        _agree(grid, _attempt(action, folder))
+
+
+def load_checkpoint(folder: Path, spec: JobSpec, grid: Grid) -> dict[str, Any]:
+    """Return this rank's state from `folder`, on the CPU.
+
+    Raises:
+        ResumeError: if the checkpoint is missing, unreadable, or was written for another model or layout.
+    """
+    try:
+        saved = json.loads((folder / LAYOUT).read_text(encoding="utf-8"))
+        differences = [
+            f"{key} = {saved.get(key)!r}, now {value!r}"
+            for key, value in layout_of(spec).items()
+            if saved.get(key) != value
+        ]
+        if differences:
+            raise ResumeError(
+                f"{folder}: written with {'; '.join(differences)}; expected the same model and layout. "
+                "Restore those values, or start a new run (dp may change, tp and pp may not)."
+            )
+        state: dict[str, Any] = torch.load(
+            _rank_file(folder, grid), map_location="cpu", weights_only=True
+        )
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ResumeError(
+            f"{folder}: {error}; expected {LAYOUT} and {_rank_file(folder, grid).name} from a complete checkpoint. "
+            "Remove this folder to continue from an older one."
+        ) from error
+    return state
+
+
+def copy_parameters(saved: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Copy saved adapter shards into the parameters, in order."""
+    with torch.no_grad():
+        for value, parameter in zip(saved, parameters, strict=True):
+            parameter.copy_(value)
