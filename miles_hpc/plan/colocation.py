@@ -26,10 +26,10 @@ def _target_modules(spec: JobSpec) -> Iterator[Verdict]:
         return
     known = adaptable_projections(spec)
     unknown = [name for name in spec.lora.target_modules if name not in known]
-    if unknown or not spec.lora.target_modules:
+    if unknown:
         yield Verdict(
             keys=("lora.target_modules", "model.family"),
-            found=f"target_modules with {', '.join(unknown)}" if unknown else "no target_modules",
+            found=f"target_modules with {', '.join(unknown)}",
             expected=f"projections of a {spec.model.family} model",
             fix=f"Choose from {', '.join(known)}.",
         )
@@ -127,7 +127,7 @@ COLOCATION_CHECKS = (
         Rule(
             id="MH241",
             title="adapters on projections that exist",
-            reason="An adapter on a name that the model does not have is never trained, and an empty list trains nothing.",
+            reason="An adapter on a name that the model does not have is never trained.",
             source=f"{_MILES} miles/utils/arguments.py (target_modules is mandatory with lora_rank)",
         ),
         _target_modules,

@@ -109,14 +109,12 @@ def _current(spec: JobSpec, key: str) -> int:
 
 
 def _candidates(spec: JobSpec, key: str) -> Iterator[int]:
-    """Yield other values of `key` worth trying: divisors of what the key divides, node counts near and at doublings."""
+    """Yield other values of `key` worth trying: divisors of what the key divides."""
     now = _current(spec, key)
     if key == "train.micro_batch_size" and spec.train.micro_batch_size is None:
         return
     if key == "cluster.num_nodes":
-        near = {now + offset for offset in range(-8, 9)}
-        scaled = {max(1, round(now * factor)) for factor in (0.25, 0.5, 0.75, 1.5, 2, 3, 4, 6, 8)}
-        yield from sorted(count for count in near | scaled if count >= 1 and count != now)
+        yield from _node_counts(spec)
         return
     whole = {
         "parallel.tp": spec.model.num_attention_heads,
@@ -131,3 +129,14 @@ def _candidates(spec: JobSpec, key: str) -> Iterator[int]:
     if key == "parallel.pp":
         divisors = sorted({*divisors, 1, 2, 4, 8, 16})
     yield from (count for count in divisors if count != now)
+
+
+def _node_counts(spec: JobSpec) -> list[int]:
+    """Return node counts near the spec's, at its doublings, and those that the grids and engines divide."""
+    p, now = spec.parallel, spec.cluster.num_nodes
+    ranks = math.lcm(p.tp * p.pp * p.cp, p.etp * p.ep * p.pp, spec.rollout.gpus_per_engine)
+    step = ranks // math.gcd(ranks, ranks_per_node(spec) or 1)
+    whole = {step * count for count in range(1, 9)} | {-(-now // step) * step}
+    near = {now + offset for offset in range(-8, 9)}
+    scaled = {round(now * factor) for factor in (0.25, 0.5, 0.75, 1.5, 2, 3, 4, 6, 8)}
+    return sorted(count for count in near | scaled | whole if count >= 1 and count != now)
