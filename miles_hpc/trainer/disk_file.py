@@ -27,6 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _SYNC_FILE_RANGE_ALL = 7  # WAIT_BEFORE | WRITE | WAIT_AFTER, linux/fs.h
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
+_WRITING = "writing at byte"
 _ADVICE = {
     errno.ENOSPC: "Free space there, lower what is offloaded, or set offload.scratch_root to a larger disk",
     errno.EDQUOT: "Your disk quota there is used up: free some, or set offload.scratch_root to another disk",
@@ -58,6 +59,8 @@ def disk_error(path: Path, action: str, error: OSError, wanted_bytes: int) -> Di
         free += f", file size limit {format_bytes(limit)}"
     reason = error.strerror or str(error)
     advice = _ADVICE.get(error.errno or 0, "See the kernel log of this node")
+    if error.errno == errno.ENOSPC and action.startswith(_WRITING):
+        advice = "The space was reserved, so the device under the file system ran out (a thin volume?): exclude the node"
     return DiskOffloadError(
         f"{path}: {action} failed: {reason}; expected room and access for "
         f"{format_bytes(wanted_bytes)} ({wanted_bytes} bytes), found {free}. {advice}."
@@ -85,7 +88,11 @@ class DiskFile:
             raise disk_error(path, "creating the file", error, 0) from error
         self._stat = os.fstat(self._fd)
         if mode != "buffered":
-            self._try_direct(insist=mode == "direct")
+            try:
+                self._try_direct(insist=mode == "direct")
+            except DiskOffloadError:
+                self.close()
+                raise
 
     def _try_direct(self, *, insist: bool) -> None:
         """Write and read one aligned block directly; some file systems accept the flag and fail only then."""
@@ -175,9 +182,7 @@ class DiskFile:
             if not self.direct:
                 self._flush_range(offset, len(buffer))
         except OSError as error:
-            raise disk_error(self.path, f"writing at byte {offset}", error, self.num_bytes) from (
-                error
-            )
+            raise disk_error(self.path, f"{_WRITING} {offset}", error, self.num_bytes) from (error)
         if self._checksums is not None:
             checksum = zlib.crc32(buffer)
             with self._lock:

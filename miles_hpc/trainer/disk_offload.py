@@ -134,8 +134,12 @@ class DiskOffload:
         requests_in_flight: int = REQUESTS_IN_FLIGHT,
     ) -> None:
         self._memory: Memory = ResizedStorages() if memory is None else memory
-        self._file = DiskFile(path, mode=mode, checksums=checksums)
         self._staging = Staging(chunk_bytes, device, slots=requests_in_flight)
+        try:
+            self._file = DiskFile(path, mode=mode, checksums=checksums)
+        except DiskOffloadError:
+            self._staging.close()
+            raise
         self._out: tuple[tuple[torch.UntypedStorage, ...], StreamLayout] | None = None
 
     @property
