@@ -103,3 +103,16 @@ def format_slurm_time(seconds: float) -> str:
     total = -int(-seconds // 1)
     days, rest = divmod(total, 86400)
     return f"{days}-{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return `seconds` for a person, in the two largest units: "45s", "3min 20s", "2h 5min", "1d 4h"."""
+    total = max(0, round(seconds))
+    units = [("d", 86400), ("h", 3600), ("min", 60), ("s", 1)]
+    first = next((index for index, (_, size) in enumerate(units) if total >= size), 3)
+    parts: list[str] = []
+    for unit, size in units[first : first + 2]:
+        count, total = divmod(total, size)
+        if count or not parts:
+            parts.append(f"{count}{unit}")
+    return " ".join(parts)

@@ -1,0 +1,258 @@
+"""Hand a written run folder to submitit: sbatch on Slurm, a controller process of its own session on one machine.
+
+The only module that imports submitit. Its payload is `os.execv` of the node command and nothing else, so what runs is what
+`job.sbatch` runs; submitit's signal handler, requeue and result pickles are never used. Knows no state of a running job.
+
+`python -m miles_hpc.launch.submit RUN_DIR TIMEOUT_S` is the child that starts a local controller.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from miles_hpc.errors import MilesHpcError, SubmitError
+from miles_hpc.handoff import Handoff, node_argv, read_handoff
+from miles_hpc.launch.bundle import remove_run_folder
+from miles_hpc.launch.queue import process_start_ticks
+from miles_hpc.launch.sbatch import sbatch_options, srun_arguments
+from miles_hpc.paths import RunDir
+from miles_hpc.process import run_short
+from miles_hpc.run.resume import read_object, write_whole
+from miles_hpc.spec.job import JobSpec
+
+_LOCAL_START_TIMEOUT_S = 60.0
+_KEPT_SLURM_NAMES = frozenset(
+    {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"}
+)
+# Site defaults that a spec without the key may rely on; every other SBATCH_ variable would override the spec.
+_SITE_DEFAULTS = ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
+_FROZEN_FOR_SUBMITIT = ("submitit", "cloudpickle", "typing_extensions")
+
+
+def submit_run(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
+    """Submit the job of `run` where its handoff says and return the job id; a refused job leaves no run folder.
+
+    Raises:
+        SubmitError: if there is no such cluster here, or it refuses the job.
+    """
+    if handoff.cluster == "local":
+        return submit_local(spec, run, handoff)
+    return submit_slurm(spec, run, handoff)
+
+
+def submit_slurm(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
+    """Submit the job of `run` to Slurm through submitit, write job.json and return the job id.
+
+    Raises:
+        SubmitError: if there is no Slurm on PATH or it refuses the job, with its own words.
+    """
+    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    if missing:
+        remove_run_folder(run)
+        raise SubmitError(
+            f"submit: found no {' and no '.join(missing)} on PATH; expected Slurm's client commands. "
+            "Run it on this machine (--cluster local), write the folder for plain sbatch (miles-hpc render SPEC -o DIR), "
+            "or log in to the cluster's login node."
+        )
+    submitit = _import_submitit()
+    options = sbatch_options(spec, run)
+    executor = submitit.SlurmExecutor(folder=run.submission, python=_node_python(run, handoff))
+    executor.update_parameters(
+        nodes=spec.cluster.num_nodes,
+        ntasks_per_node=1,
+        time=-int(-spec.job.time_limit // 60),
+        stderr_to_stdout=True,
+        srun_args=list(srun_arguments(spec)),
+        additional_parameters={
+            # submitit spells its own parameters with underscores; the same key replaces one, another would repeat it.
+            **{
+                name if name == "open-mode" else name.replace("-", "_"): value
+                for name, value in options.items()
+            },
+            # submitit always asks for a signal. Zero seconds before the end is never, and SIGCONT would do nothing.
+            "signal": "CONT@0",
+        },
+    )
+    started_s = time.time()
+    with _environ_for_sbatch(options), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            job = executor.submit(os.execv, "/usr/bin/env", list(node_argv(handoff)))
+        except submitit.core.utils.FailedJobError as error:
+            remove_run_folder(run)
+            raise _refused(error) from error
+        except submitit.core.utils.FailedSubmissionError as error:
+            # sbatch said yes, so there may be a job that needs this folder.
+            raise SubmitError(
+                f"submit: {error}; expected sbatch to print a job id. Look whether the job is queued (squeue) before trying "
+                f"again; its run folder is {run.root}."
+            ) from error
+    job_id = str(job.job_id)
+    _write_job(run, {"job_id": job_id, "cluster": "slurm", "submitted_s": started_s})
+    return job_id
+
+
+def submit_local(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
+    """Start the job of `run` on this machine, write job.json and return the controller's process id.
+
+    A short child in a session of its own starts the controller, which so survives this terminal and its Ctrl-C.
+
+    Raises:
+        SubmitError: if the controller could not be started.
+    """
+    path = os.pathsep.join(filter(None, (handoff.code_dir, os.environ.get("PYTHONPATH"))))
+    # The agents keep the time limit. The controller, which ends with SIGINT and SIGKILL a second later, only backs them up.
+    timeout_s = spec.job.time_limit + 2 * spec.agent.stop_grace + _LOCAL_START_TIMEOUT_S
+    done = run_short(
+        (sys.executable, "-P", "-m", "miles_hpc.launch.submit", str(run.root), f"{timeout_s:.0f}"),
+        timeout_s=_LOCAL_START_TIMEOUT_S,
+        environ={**os.environ, "PYTHONPATH": path, "SUBMITIT_LOG_LEVEL": "NOCONFIG"},
+    )
+    job = read_object(run.job)
+    if not done.ok or job is None:
+        remove_run_folder(run)
+        raise SubmitError(
+            f"submit: {done.describe()}; expected submitit's local controller to start. "
+            f"Install the package with its dependencies for {sys.executable}."
+        )
+    return str(job["job_id"])
+
+
+def _start_local(run: RunDir, timeout_s: float) -> None:
+    """Start submitit's controller from a fresh session, with its output in submission/controller.log."""
+    handoff = read_handoff(run.handoff)
+    os.setsid()
+    os.chdir(run.root)
+    log = os.open(run.submission / "controller.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    saved = (
+        os.dup(1),
+        os.dup(2),
+    )  # os.dup marks them close-on-exec: the controller must not hold the CLI's pipes.
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    submitit = _import_submitit()
+    executor = submitit.LocalExecutor(folder=run.submission)
+    executor.update_parameters(
+        nodes=1,
+        tasks_per_node=handoff.num_nodes,
+        gpus_per_node=handoff.gpus_per_node * handoff.num_nodes,
+        timeout_min=timeout_s / 60,
+        signal_delay_s=0,
+        stderr_to_stdout=True,
+    )
+    started_s = time.time()
+    job = executor.submit(os.execv, "/usr/bin/env", list(node_argv(handoff)))
+    _write_job(
+        run,
+        {
+            "job_id": str(job.job_id),
+            "cluster": "local",
+            "submitted_s": started_s,
+            "host": socket.gethostname(),
+            "start_ticks": process_start_ticks(int(job.job_id)),
+        },
+    )
+    os.dup2(saved[0], 1)
+    os.dup2(saved[1], 2)
+
+
+def _import_submitit() -> ModuleType:
+    # submitit configures logging to our stdout and stderr at import unless told not to.
+    os.environ["SUBMITIT_LOG_LEVEL"] = "NOCONFIG"
+    try:
+        import submitit
+    except ImportError as error:
+        raise SubmitError(
+            f"submit: {error}; expected submitit for {sys.executable}. Install it, or write the folder for plain sbatch "
+            "(miles-hpc render SPEC -o DIR)."
+        ) from error
+    module: ModuleType = submitit
+    return module
+
+
+def _node_python(run: RunDir, handoff: Handoff) -> str:
+    """Return the shell words that start Python for submitit's task on a node.
+
+    The node's interpreter, which may be a container's, need not have submitit: what the task imports is frozen beside it.
+    """
+    folder = run.submission / "python"
+    for name in _FROZEN_FOR_SUBMITIT:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        if spec.submodule_search_locations:
+            source = Path(spec.origin).parent
+            ignored = shutil.ignore_patterns("__pycache__", "*.py[co]", "test_*")
+            shutil.copytree(source, folder / name, ignore=ignored)
+        else:
+            folder.mkdir(exist_ok=True)
+            shutil.copy(spec.origin, folder)
+    return shlex.join(
+        (
+            "/usr/bin/env",
+            f"PYTHONPATH={folder}",
+            "SUBMITIT_LOG_LEVEL=NOCONFIG",
+            handoff.python,
+            "-P",
+        )
+    )
+
+
+@contextlib.contextmanager
+def _environ_for_sbatch(options: Mapping[str, object]) -> Iterator[None]:
+    """Hide the variables of an enclosing allocation and of the user's shell that would change the job."""
+    kept_defaults = {f"SBATCH_{name.upper()}" for name in _SITE_DEFAULTS if name not in options}
+    hidden = {
+        name: value
+        for name, value in os.environ.items()
+        if (name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in _KEPT_SLURM_NAMES)
+        or (name.startswith("SBATCH_") and name not in kept_defaults)
+        or (name.startswith("SUBMITIT_") and name != "SUBMITIT_LOG_LEVEL")
+    }
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _refused(error: Exception) -> SubmitError:
+    cause = error.__cause__
+    if not isinstance(cause, subprocess.CalledProcessError):
+        return SubmitError(f"submit: sbatch: {error}; expected it to run. Try `sbatch --version`.")
+    argv = cause.cmd if isinstance(cause.cmd, list) else [str(cause.cmd)]
+    said = " | ".join(str(cause.stderr).strip().splitlines()) or "(no error text)"
+    return SubmitError(
+        f"submit: `{shlex.join(argv)}`: exit code {cause.returncode}: {said}; expected Slurm to accept the job. "
+        "Correct [cluster] in the spec or the site profile; nothing was left behind."
+    )
+
+
+def _write_job(run: RunDir, job: Mapping[str, object]) -> None:
+    write_whole(run.job, json.dumps(job, indent=2, sort_keys=True) + "\n")
+
+
+def _main(argv: list[str]) -> NoReturn:
+    try:
+        _start_local(RunDir(Path(argv[1])), float(argv[2]))
+    except MilesHpcError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    _main(sys.argv)
