@@ -1,0 +1,390 @@
+"""One node agent from its first check to its exit code; `run_node` is the whole story.
+
+The head's verdict is the job's: its agent exits with the verdict's code, the others with 0 once they have seen it. Knows the
+order of the stages and nothing of how a stage works.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_hpc import __version__
+from miles_hpc.errors import Fault, MilesHpcError, NodeError, PreflightError
+from miles_hpc.handoff import Handoff, read_handoff
+from miles_hpc.node.context import NodeContext
+from miles_hpc.node.environment import (
+    driver_environment,
+    fill_placeholders,
+    node_environment,
+)
+from miles_hpc.node.merge import EventMerge
+from miles_hpc.node.nccl import sha256_of
+from miles_hpc.node.network import choose_interface
+from miles_hpc.node.preflight import NodeFacts, check_clock, check_node
+from miles_hpc.node.ray_cluster import (
+    HeadStoppedError,
+    Membership,
+    NodeFailedError,
+    RaySettings,
+    start_ray,
+    wait_for_gcs,
+    wait_for_head,
+    wait_until_ready,
+    watch_membership,
+)
+from miles_hpc.node.rendezvous import (
+    HeadAddress,
+    NodeFailure,
+    Rendezvous,
+    report_failure_if_possible,
+)
+from miles_hpc.node.scratch import collect_leftovers, make_ray_temp, make_scratch
+from miles_hpc.node.supervise import (
+    POLL_S,
+    StopRequest,
+    StopRequestedError,
+    become_subreaper,
+    start_child,
+)
+from miles_hpc.node.teardown import NodeResources, stop_driver, stop_node, wait_for_workers
+from miles_hpc.node.watch import watch_head, watch_worker
+from miles_hpc.paths import RunDir
+from miles_hpc.run.events import EventLog, Kind
+from miles_hpc.run.resume import (
+    Identity,
+    Verdict,
+    VerdictState,
+    new_attempt,
+    wait_for_attempt,
+    write_verdict,
+    write_whole,
+)
+from miles_hpc.slurm import NodeIdentity, identify_node, is_job_live
+
+# How long a node that failed waits for the head to say so, before it ends with its own code.
+_VERDICT_WAIT_S = 60.0
+_CANCELLED_CODE = MilesHpcError.exit_code
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the attempt ended, as far as this node can tell."""
+
+    state: VerdictState
+    exit_code: int
+    reason: str
+
+
+def run_node(run: RunDir, environ: Mapping[str, str]) -> int:
+    """Serve the job of `run` on this node and return the exit code.
+
+    Raises:
+        MilesHpcError: for what goes wrong before there is an attempt to write it to.
+    """
+    stop = StopRequest()
+    stop.install()
+    become_subreaper()
+    handoff = read_handoff(run.handoff)
+    identity = identify_node(handoff.cluster, environ)
+    context = enter_attempt(run, handoff, identity, stop)
+    resources = NodeResources()
+    merge = EventMerge(context.attempt.root, run.events)
+    try:
+        serve(context, environ, resources, merge)
+        outcome = Outcome(state="COMPLETED", exit_code=0, reason="the driver ended with 0")
+    except MilesHpcError as error:
+        outcome = judge(context, error)
+    return conclude(context, resources, merge, outcome)
+
+
+def enter_attempt(
+    run: RunDir, handoff: Handoff, identity: NodeIdentity, stop: StopRequest
+) -> NodeContext:
+    """Take this execution's attempt (head) or wait for it, and return what the rest of the agent works with."""
+    if len(identity.nodes) != handoff.num_nodes:
+        fault = Fault(
+            where=f"{identity.node}: allocation",
+            found=f"{len(identity.nodes)} nodes ({' '.join(identity.nodes)})",
+            expected=f"{handoff.num_nodes}, as planned",
+            fix="Submit the folder with the node count that its plan has.",
+        )
+        raise PreflightError(str(fault))
+    key = Identity(
+        job_id=identity.job_id,
+        restart_count=identity.restart_count,
+        cluster=identity.cluster,
+        head_node=identity.head_node,
+        started_s=time.time(),
+    )
+    if identity.is_head:
+        attempt = new_attempt(
+            run,
+            key,
+            resume=handoff.resume,
+            max_attempts=handoff.max_attempts,
+            is_live=lambda holder: is_job_live(holder.job_id, holder.cluster),
+        )
+    else:
+        attempt = wait_for_attempt(
+            run, identity.job_id, identity.restart_count, deadline_s=handoff.ready_deadline_s
+        )
+    context = NodeContext(
+        run=run,
+        handoff=handoff,
+        identity=identity,
+        attempt=attempt,
+        rendezvous=Rendezvous(attempt.rendezvous, key.key),
+        events=EventLog(attempt.node_events(identity.node), identity.node),
+        stop=stop,
+    )
+    log_to(context.log, identity.node)
+    if identity.is_head:
+        context.rendezvous.open()
+        context.events.append(
+            Kind.ATTEMPT_STARTED,
+            attempt=attempt.number,
+            job_id=identity.job_id,
+            restart_count=identity.restart_count,
+            nodes=list(identity.nodes),
+        )
+    return context
+
+
+def serve(
+    context: NodeContext,
+    environ: Mapping[str, str],
+    resources: NodeResources,
+    merge: EventMerge,
+) -> None:
+    """Bring this node up and stay until the attempt ends; returns only after success."""
+    facts = check_node(context, environ)
+    head = None if context.is_head else wait_for_head(context)
+    settings = make_settings(context, environ, facts, head, resources)
+    if head is not None:
+        check_clock(context, head.time_s)
+        resources.ray = start_ray(context, settings, head.address)
+        context.events.append(Kind.RAY_STARTED, address=settings.interface.address)
+        watch_worker(context, settings, resources.ray, head.address)
+        return
+    resources.ray = start_ray(context, settings, None)
+    address = wait_for_gcs(context, settings, resources.ray)
+    context.rendezvous.publish_head(context.node, address)
+    context.events.append(Kind.RAY_STARTED, address=address)
+    membership = watch_membership(context, settings, address)
+    resources.probe = membership.probe
+    write_resolved(context, facts, settings, address)
+    wait_until_ready(context, settings, resources.ray, membership)
+    context.events.append(Kind.CLUSTER_READY, num_nodes=context.handoff.num_nodes)
+    run_driver(context, settings, address, resources, membership, merge)
+
+
+def make_settings(
+    context: NodeContext,
+    environ: Mapping[str, str],
+    facts: NodeFacts,
+    head: HeadAddress | None,
+    resources: NodeResources,
+) -> RaySettings:
+    """Make this job's folders on this node and the environment that points into them."""
+    head_host = None if head is None else head.address.rpartition(":")[0]
+    interface = choose_interface(context.identity, context.handoff.interface, head_host)
+    for folder in collect_leftovers(facts.scratch_root):
+        context.events.append(Kind.SCRATCH, removed=str(folder))
+    try:
+        resources.scratch = make_scratch(facts.scratch_root, context.job_tag)
+    except OSError as error:
+        fault = Fault(
+            where=f"{context.node}: scratch",
+            found=str(error),
+            expected=f"a new folder below {facts.scratch_root}",
+            fix="Look at who owns that path on this node.",
+        )
+        raise PreflightError(str(fault)) from error
+    resources.ray_temp = make_ray_temp(facts.scratch_root, context.job_tag, context.node)
+    temp = resources.ray_temp.path / "tmp"
+    temp.mkdir()
+    context.events.append(
+        Kind.SCRATCH, path=str(resources.scratch.path), ray_temp=str(resources.ray_temp.path)
+    )
+    pin = context.handoff.nccl
+    return RaySettings(
+        environ=node_environment(
+            context,
+            environ,
+            scratch=resources.scratch.path,
+            temp=temp,
+            nccl=facts.nccl if pin is not None and pin.preload else None,
+            interface=interface,
+        ),
+        interface=interface,
+        temp=resources.ray_temp.path,
+        client_server=facts.ray_client,
+    )
+
+
+def run_driver(
+    context: NodeContext,
+    settings: RaySettings,
+    address: str,
+    resources: NodeResources,
+    membership: Membership,
+    merge: EventMerge,
+) -> None:
+    """Start the driver on this head node and watch until it has ended with 0."""
+    argv = driver_argv(context, settings, address)
+    environ = driver_environment(context, settings.environ, address)
+    resources.driver = start_child(
+        "driver", argv, environ=environ, log=context.attempt.driver_log, cwd=context.run.root
+    )
+    context.events.append(Kind.DRIVER_STARTED, argv=list(argv), pid=resources.driver.process.pid)
+    children = {child.name: child for child in resources.children()}
+    watch_head(context, settings, children, membership, merge)
+
+
+def driver_argv(context: NodeContext, settings: RaySettings, address: str) -> tuple[str, ...]:
+    """Return the driver's command with the placeholders filled."""
+    values = {
+        "run_dir": str(context.run.root),
+        "attempt_dir": str(context.attempt.root),
+        "scratch_dir": settings.environ["MILES_HPC_SCRATCH"],
+        "head_address": address,
+        "num_nodes": str(context.handoff.num_nodes),
+    }
+    return fill_placeholders(context.handoff.driver_argv, values)
+
+
+def write_resolved(
+    context: NodeContext, facts: NodeFacts, settings: RaySettings, address: str
+) -> None:
+    """Write resolved.json: what really runs."""
+    digest = None
+    if facts.nccl is not None:
+        with contextlib.suppress(OSError):
+            digest = sha256_of(facts.nccl)
+    resolved = {
+        "miles_hpc": __version__,
+        "python": facts.python_version,
+        "ray": facts.ray_version,
+        "head_address": address,
+        "interface": settings.interface.name,
+        "nodes": list(context.identity.nodes),
+        "nccl": {
+            "path": str(facts.nccl) if facts.nccl else None,
+            "version_code": facts.nccl_code,
+            "sha256": digest,
+        },
+        "driver_argv": list(driver_argv(context, settings, address)),
+        "handoff_sha256": hashlib.sha256(context.run.handoff.read_bytes()).hexdigest(),
+    }
+    write_whole(context.attempt.resolved, json.dumps(resolved, indent=2) + "\n")
+
+
+def judge(context: NodeContext, error: MilesHpcError) -> Outcome:
+    """Return the outcome that `error` means, and tell the other nodes of it."""
+    if isinstance(error, HeadStoppedError):
+        return Outcome(state="COMPLETED", exit_code=0, reason="the head ended the attempt")
+    cancelled = isinstance(error, StopRequestedError)
+    if isinstance(error, NodeFailedError):
+        cancelled = error.failure.kind == StopRequestedError.__name__
+    reason = f"{context.node}: {error}" if isinstance(error, StopRequestedError) else str(error)
+    outcome = Outcome(
+        state="CANCELLED" if cancelled else "FAILED", exit_code=error.exit_code, reason=reason
+    )
+    log.error("%s", reason)
+    with contextlib.suppress(OSError):
+        context.events.append(Kind.NODE_FAILED, error=type(error).__name__, message=reason)
+    if not context.is_head:
+        failure = NodeFailure(
+            node=context.node,
+            kind=type(error).__name__,
+            message=reason,
+            exit_code=error.exit_code,
+        )
+        report_failure_if_possible(context.rendezvous, failure)
+    return outcome
+
+
+def conclude(
+    context: NodeContext, resources: NodeResources, merge: EventMerge, outcome: Outcome
+) -> int:
+    """Tear this node down, let the head write the verdict, and return this agent's exit code."""
+    if not context.is_head:
+        seen = outcome.exit_code == 0 or wait_for_verdict(context)
+        stop_node(context, resources)
+        context.rendezvous.announce_gone(context.node)
+        return 0 if seen else outcome.exit_code
+    if outcome.state == "CANCELLED":
+        # Slurm may not leave us the time to come back to this.
+        record_verdict(context, outcome, None)
+    driver_code = stop_driver(context, resources)
+    context.events.append(Kind.DRIVER_EXITED, exit_code=driver_code)
+    context.rendezvous.announce_stop(outcome.state, outcome.reason)
+    late = wait_for_workers(context)
+    if late:
+        context.events.append(
+            Kind.WARNING, message=f"nodes that did not say they stopped: {', '.join(late)}"
+        )
+    stop_node(context, resources)
+    context.rendezvous.close()
+    context.events.append(
+        Kind.ATTEMPT_ENDED,
+        state=outcome.state,
+        exit_code=outcome.exit_code,
+        driver_exit_code=driver_code,
+        reason=outcome.reason,
+    )
+    merge.run_once()
+    record_verdict(context, outcome, driver_code)
+    return outcome.exit_code
+
+
+def record_verdict(context: NodeContext, outcome: Outcome, driver_code: int | None) -> None:
+    """Write verdict.json."""
+    verdict = Verdict(
+        state=outcome.state,
+        exit_code=outcome.exit_code,
+        driver_exit_code=driver_code,
+        reason=outcome.reason,
+        ended_s=time.time(),
+    )
+    write_verdict(context.attempt, verdict)
+
+
+def wait_for_verdict(context: NodeContext) -> bool:
+    """Wait until the head has ended the attempt; say whether it has."""
+    end_s = time.monotonic() + _VERDICT_WAIT_S
+    while time.monotonic() < end_s and context.stop.count < 2:
+        if context.rendezvous.is_stopped():
+            return True
+        time.sleep(POLL_S)
+    return context.rendezvous.is_stopped()
+
+
+def log_to(path: Path, node: str) -> None:
+    """Send this agent's log to the node's log file and to the job's output."""
+    form = logging.Formatter(f"%(asctime)s {node} %(levelname)s %(message)s")
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    for handler in (logging.FileHandler(path), logging.StreamHandler(sys.stderr)):
+        handler.setFormatter(form)
+        root.addHandler(handler)
+
+
+def main(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Run the agent for the run folder in `argv`; an error without an attempt to write it to goes to stderr."""
+    if len(argv) != 1:
+        sys.stderr.write("error: usage: python -m miles_hpc.node RUN_DIR\n")
+        return NodeError.exit_code
+    try:
+        return run_node(RunDir(Path(argv[0]).resolve()), environ)
+    except MilesHpcError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code

@@ -1,0 +1,67 @@
+"""How much memory this job may use on this node: the tightest of its cgroups (v1 or v2) and the machine.
+
+Reads files under two roots, so that tests can give it fixed trees. Knows nothing of what the memory is for.
+"""
+
+from pathlib import Path
+
+# cgroup v1 says "no limit" with a number near 2**63.
+_UNLIMITED_V1 = 1 << 60
+
+
+def memory_limit_bytes(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, str]:
+    """Return the bytes this process may use, and where that was read.
+
+    A limit may stand at any level above the process's own cgroup, and a step's own cgroup often has none.
+
+    Source: "memory.max" in the kernel's cgroup v2 guide, "memory.limit_in_bytes" in that of v1.
+    """
+    best, where = _machine_bytes(proc), "MemTotal of the machine"
+    for line in _lines(proc / "self" / "cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            root, name = _v2_root(cgroups), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        for folder in _upwards(root, path):
+            limit = _read_limit(folder / name)
+            if limit is not None and limit < best:
+                best, where = limit, str(folder / name)
+    return best, where
+
+
+def _v2_root(cgroups: Path) -> Path:
+    """Return where v2 is mounted: alone, or beside v1 in `unified`."""
+    return cgroups if (cgroups / "cgroup.controllers").exists() else cgroups / "unified"
+
+
+def _upwards(root: Path, path: str) -> list[Path]:
+    folder = root / path.lstrip("/")
+    folders = [folder, *folder.parents]
+    return [entry for entry in folders if entry == root or root in entry.parents]
+
+
+def _read_limit(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    if not text.isdecimal() or int(text) >= _UNLIMITED_V1:
+        return None
+    return int(text)
+
+
+def _machine_bytes(proc: Path) -> int:
+    for line in _lines(proc / "meminfo"):
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return _UNLIMITED_V1
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

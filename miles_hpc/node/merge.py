@@ -1,0 +1,56 @@
+"""The head's copy of what every node reported: `attempts/N/events-*.jsonl` into the run's `events.jsonl`, while it runs.
+
+Only whole lines are taken, each once. Knows no meaning of an event but `model_loaded`, which the head must pass on.
+"""
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from miles_hpc.run.events import Kind
+
+
+@dataclass(slots=True)
+class EventMerge:
+    """Appends what is new in the attempt's events files to `target`, in the order of time within one pass."""
+
+    attempt_root: Path
+    target: Path
+    loaded: bool = False
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def run_once(self) -> None:
+        """Append what is new; a file that cannot be read now is read at the next pass."""
+        lines: list[tuple[float, bytes]] = []
+        for path in sorted(self.attempt_root.glob("events-*.jsonl")):
+            with contextlib.suppress(OSError):
+                lines += self._new_lines(path)
+        if not lines:
+            return
+        lines.sort(key=lambda entry: entry[0])
+        descriptor = os.open(
+            self.target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(b"".join(line for _, line in lines))
+
+    def _new_lines(self, path: Path) -> list[tuple[float, bytes]]:
+        offset = self._offsets.get(path, 0)
+        if path.stat().st_size <= offset:
+            return []
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[path] = offset + len(whole)
+        found = []
+        for line in whole.splitlines(keepends=True):
+            try:
+                event = json.loads(line)
+                found.append((float(event["time_s"]), line))
+            except (ValueError, KeyError, TypeError):
+                continue
+            self.loaded = self.loaded or event.get("kind") == Kind.MODEL_LOADED
+        return found

@@ -1,0 +1,128 @@
+"""The small files by which the nodes of one attempt find each other; each appears whole, by an atomic rename.
+
+    head.json        the head's Ray address               ray_token   what a process needs to talk to this Ray, mode 0600
+    failed-NODE.json a node that is not fit               loaded      drop the page cache now
+    stop.json        the head's verdict: end now          gone-NODE   this node has stopped its Ray
+
+Knows the files, not what their readers do.
+"""
+
+import contextlib
+import json
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from miles_hpc.run.resume import read_object, write_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadAddress:
+    """head.json.
+
+    Attributes:
+        attempt: key of the execution (job id and restart count) that wrote it.
+        address: host:port of Ray's GCS.
+        time_s: the head's clock when it was written.
+    """
+
+    attempt: str
+    node: str
+    address: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailure:
+    """failed-NODE.json: why a node cannot go on.
+
+    Attributes:
+        kind: name of the exception class, or "Cancelled" when the node was told to stop by a signal.
+        exit_code: the code that the job should end with.
+    """
+
+    node: str
+    kind: str
+    message: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """`attempts/N/rendezvous/`; every read returns None while there is nothing to read."""
+
+    root: Path
+    attempt_key: str
+
+    @property
+    def token(self) -> Path:
+        """ray_token: the secret of this attempt's Ray."""
+        return self.root / "ray_token"
+
+    def open(self) -> None:
+        """Make the folder and the token; called by the head before any other node looks."""
+        self.root.mkdir(mode=0o755, exist_ok=True)
+        write_whole(self.token, secrets.token_hex(32), mode=0o600)
+
+    def close(self) -> None:
+        """Remove the token; called by the head when its Ray is gone."""
+        self.token.unlink(missing_ok=True)
+
+    def publish_head(self, node: str, address: str) -> None:
+        """Tell the other nodes where the head's Ray is."""
+        head = HeadAddress(attempt=self.attempt_key, node=node, address=address, time_s=time.time())
+        self._write("head.json", asdict(head))
+
+    def head(self) -> HeadAddress | None:
+        """Return the head's address; one from another attempt is none."""
+        raw = read_object(self.root / "head.json")
+        if raw is None or raw.get("attempt") != self.attempt_key:
+            return None
+        return HeadAddress(**raw)  # type: ignore[arg-type]
+
+    def report_failure(self, failure: NodeFailure) -> None:
+        """Tell the head that this node cannot go on."""
+        self._write(f"failed-{failure.node}.json", asdict(failure))
+
+    def failures(self) -> tuple[NodeFailure, ...]:
+        """Return the failures that nodes have reported, sorted by node."""
+        found = []
+        for path in sorted(self.root.glob("failed-*.json")):
+            raw = read_object(path)
+            if raw is not None:
+                found.append(NodeFailure(**raw))  # type: ignore[arg-type]
+        return tuple(found)
+
+    def announce_loaded(self) -> None:
+        """Tell every node that the driver has loaded the model."""
+        self._write("loaded", {"time_s": time.time()})
+
+    def is_loaded(self) -> bool:
+        """Say whether the driver has loaded the model."""
+        return (self.root / "loaded").exists()
+
+    def announce_stop(self, state: str, reason: str) -> None:
+        """Tell every node that the attempt ends, and why."""
+        self._write("stop.json", {"state": state, "reason": reason, "time_s": time.time()})
+
+    def is_stopped(self) -> bool:
+        """Say whether the head has decided that the attempt ends."""
+        return (self.root / "stop.json").exists()
+
+    def announce_gone(self, node: str) -> None:
+        """Tell the head that `node` has stopped its Ray."""
+        self._write(f"gone-{node}", {"time_s": time.time()})
+
+    def gone(self) -> frozenset[str]:
+        """Return the nodes that have stopped their Ray."""
+        return frozenset(path.name.removeprefix("gone-") for path in self.root.glob("gone-*"))
+
+    def _write(self, name: str, content: dict[str, object]) -> None:
+        write_whole(self.root / name, json.dumps(content) + "\n")
+
+
+def report_failure_if_possible(rendezvous: Rendezvous, failure: NodeFailure) -> None:
+    """Report `failure`; a run folder that cannot be written leaves only this agent's own exit code to tell it."""
+    with contextlib.suppress(OSError):
+        rendezvous.report_failure(failure)

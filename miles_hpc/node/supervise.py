@@ -1,0 +1,290 @@
+"""Long-lived children of the node agent: start, watch, stop, and leave none behind.
+
+A process is ours if it descends from this agent or carries this job's tag in its environment; nothing else is ever
+signalled, and no process is found by its name. Knows nothing of Ray or drivers.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, TypeVar
+
+from miles_hpc.errors import MilesHpcError
+
+POLL_S = 0.05
+TAG_VARIABLE = "MILES_HPC_JOB_TAG"
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_DEADLINE_S = 10.0
+
+T = TypeVar("T")
+
+
+class StopRequestedError(MilesHpcError):
+    """A signal asked this agent to end; the attempt counts as cancelled."""
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Which signal asked the agent to end, and how often; a second one ends the driver's grace."""
+
+    signal_name: str | None = None
+    count: int = 0
+
+    def install(self) -> None:
+        """Note SIGTERM, SIGINT and SIGHUP; ignore USR1 and USR2, for this process and for the children it starts.
+
+        Libraries in the children install their own USR handlers, so these signals never carry a request of ours.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._note)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+
+    def raise_if_requested(self) -> None:
+        """Raise StopRequestedError once a signal has asked for the end."""
+        if self.signal_name is not None:
+            raise StopRequestedError(f"told to stop by {self.signal_name}")
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        self.signal_name = self.signal_name or signal.Signals(number).name
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that this agent started, the leader of its own session."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while it runs."""
+        return self.process.poll()
+
+    def terminate(self, *, grace_s: float, cut: Callable[[], bool] = lambda: False) -> int:
+        """Send SIGTERM to the session, SIGKILL after `grace_s` seconds or when `cut` says so; return the exit code."""
+        signal_group(self.process.pid, signal.SIGTERM)
+        end_s = time.monotonic() + grace_s
+        while self.poll() is None and time.monotonic() < end_s and not cut():
+            time.sleep(POLL_S)
+        if self.poll() is None:
+            signal_group(self.process.pid, signal.SIGKILL)
+        return self.process.wait(timeout=_KILL_DEADLINE_S)
+
+    def log_tail(self, num_lines: int = 30) -> str:
+        """Return the last lines of its log."""
+        return tail(self.log, num_lines)
+
+
+def tail(path: Path, num_lines: int) -> str:
+    """Return the last lines of the file at `path`, or a word that says why there are none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 16384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"({error})"
+    return "\n".join(lines[-num_lines:]) or "(empty)"
+
+
+def start_child(
+    name: str,
+    argv: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    log: Path,
+    cwd: Path | None = None,
+) -> Child:
+    """Start `argv` as leader of its own session, so that a signal to the agent's group does not reach it."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            cwd=cwd,
+            start_new_session=True,
+        )
+    return Child(name=name, process=process, log=log)
+
+
+@dataclass(slots=True)
+class LineReader:
+    """Whole lines from a child's stdout, read without blocking."""
+
+    process: subprocess.Popen[bytes]
+    _rest: bytes = field(default=b"")
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines that have arrived since the last call."""
+        stream: IO[bytes] | None = self.process.stdout
+        if stream is None:
+            return ()
+        while True:
+            try:
+                chunk = os.read(stream.fileno(), 65536)
+            except BlockingIOError:
+                break
+            if not chunk:
+                break
+            self._rest += chunk
+        *whole, self._rest = self._rest.split(b"\n")
+        return tuple(line.decode(errors="replace") for line in whole)
+
+
+def start_reporter(
+    name: str, argv: Sequence[str], *, environ: Mapping[str, str], log: Path
+) -> tuple[Child, LineReader]:
+    """Start a probe whose stdout is a stream of lines; its stderr goes to `log`."""
+    with log.open("ab") as errors:
+        process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=dict(environ),
+            start_new_session=True,
+        )
+    if process.stdout is not None:
+        os.set_blocking(process.stdout.fileno(), False)
+    return Child(name=name, process=process, log=log), LineReader(process)
+
+
+def wait_for(
+    look: Callable[[], T | None], *, deadline_s: float, late: Callable[[], MilesHpcError]
+) -> T:
+    """Return the first value of `look` that is not None; raise `late()` when `deadline_s` seconds have passed."""
+    end_s = time.monotonic() + deadline_s
+    while True:
+        value = look()
+        if value is not None:
+            return value
+        if time.monotonic() >= end_s:
+            raise late()
+        time.sleep(POLL_S)
+
+
+def become_subreaper() -> None:
+    """Make every orphaned descendant a child of this process, so that it is found and reaped at teardown."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans(children: Iterable[Child]) -> None:
+    """Collect the exit codes of adopted orphans; those of `children` stay with their own objects."""
+    own = {child.process.pid: child for child in children}
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None:
+            return
+        if found.si_pid in own:
+            own[found.si_pid].poll()
+        else:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(found.si_pid, os.WNOHANG)
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Signal the process group led by our own child `pid`; a group that is gone is none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def owned_processes(tag: str, *, descendants: bool = True) -> frozenset[int]:
+    """Return the pids that carry `tag` or, with `descendants`, descend from this process; zombies left out.
+
+    Descent is needed beside the tag: a process that sets its title, as Ray's workers do, overwrites the environment that
+    others can read.
+    """
+    marker = f"{TAG_VARIABLE}={tag}".encode()
+    me = os.getpid()
+    parents: dict[int, int] = {}
+    tagged: set[int] = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == me:
+            continue
+        parent = _live_parent(entry)
+        if parent is None:
+            continue
+        parents[int(entry.name)] = parent
+        if _has_marker(entry, marker):
+            tagged.add(int(entry.name))
+    if descendants:
+        tagged.update(pid for pid in parents if _descends(pid, me, parents))
+    return frozenset(tagged)
+
+
+def end_survivors(tag: str, children: Sequence[Child], *, grace_s: float) -> tuple[str, ...]:
+    """End every process of this job on this node; return a description of each that had to be killed."""
+    end_s = time.monotonic() + grace_s
+    number = signal.SIGTERM
+    killed: dict[int, str] = {}
+    while True:
+        reap_orphans(children)
+        survivors = owned_processes(tag)
+        if not survivors:
+            return tuple(killed.values())
+        if number is signal.SIGTERM or time.monotonic() >= end_s:
+            for pid in survivors:
+                if number is signal.SIGKILL:
+                    killed.setdefault(pid, f"{pid} {_command(pid)}")
+                _signal_owned(pid, number)
+            number = signal.SIGKILL
+        if time.monotonic() >= end_s + _KILL_DEADLINE_S:
+            return tuple(f"{pid} {_command(pid)} (alive)" for pid in survivors)
+        time.sleep(POLL_S)
+
+
+def _signal_owned(pid: int, number: signal.Signals) -> None:
+    """Signal `pid`; the caller has just seen that it is ours, and a pid is not given out again that soon."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _live_parent(entry: Path) -> int | None:
+    try:
+        text = (entry / "stat").read_text()
+    except OSError:
+        return None
+    # The command, in parentheses, may hold blanks and parentheses itself.
+    fields = text.rpartition(")")[2].split()
+    return None if len(fields) < 2 or fields[0] in "ZX" else int(fields[1])
+
+
+def _has_marker(entry: Path, marker: bytes) -> bool:
+    try:
+        return entry.stat().st_uid == os.getuid() and marker in (
+            entry / "environ"
+        ).read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
+    seen: set[int] = set()
+    while pid in parents and pid not in seen:
+        seen.add(pid)
+        pid = parents[pid]
+        if pid == ancestor:
+            return True
+    return False
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:80].strip()
+    except OSError:
+        return "?"
