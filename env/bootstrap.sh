@@ -227,7 +227,7 @@ main() {
       section "set-up"
       ensure_venv login cpu torch package
       section "jobs/demo.toml on this machine"
-      exec "$VENV/bin/python" -m miles_hpc.cli submit jobs/demo.toml --cluster local --wait "$@"
+      exec "$VENV/bin/python" -m miles_hpc submit jobs/demo.toml --cluster local --wait "$@"
       ;;
     test)
       [ $# -eq 1 ] || fail "\`test\` takes no arguments. For one group: .venv/bin/python -m pytest tests/unit"
