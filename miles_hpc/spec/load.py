@@ -20,9 +20,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from miles_hpc.paths import packaged
+from miles_hpc.spec.checks import check_rules
 from miles_hpc.spec.faults import SpecFault, explain_errors, format_key, format_value, refusal
 from miles_hpc.spec.job import RESERVED_TABLES, JobSpec
-from miles_hpc.spec.rules import Settings, check_rules
+from miles_hpc.spec.rules import Settings
 from miles_hpc.spec.scan import KeyPath
 from miles_hpc.spec.schema import spec_keys
 from miles_hpc.spec.source import Kind, Layer, Sources, read_chain, read_overrides
@@ -287,11 +288,12 @@ class _Merged:
         """Check the spec's own rules; what a site profile sets without effect is dropped instead of refused."""
         settings = Settings(
             self.values,
-            from_command_line=frozenset(
+            overridden=frozenset(
                 key for key, origin in self.origins.items() if origin.kind == "override"
             ),
+            local=local,
         )
-        for violation in check_rules(settings, local=local):
+        for violation in check_rules(settings):
             if violation.inert and self.origin(violation.path).kind == "site":
                 self.remove(violation.path)
                 continue

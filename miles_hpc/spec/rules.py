@@ -1,12 +1,14 @@
-"""The rules a spec must keep, each with an id, and the checks of those that need the spec alone.
+"""What a rule of the spec is, and what a check sees of a spec.
 
-`Rule` is shared with `plan.rules`, which adds the rules that need a layout. A check works on the values as written, so
-that it can speak beside type faults; it does not know files, lines or flags.
+`Rule` is shared with `plan`, which adds the rules that need a layout; the spec's own are in `spec.effect_rules` and
+`spec.variable_rules`. A check works on the values as written, so that it can speak beside type faults; it knows neither
+files nor lines.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from miles_hpc.spec.faults import format_value
 from miles_hpc.spec.scan import KeyPath
 from miles_hpc.spec.schema import spec_keys
 
@@ -47,11 +49,19 @@ class Violation:
 
 
 class Settings:
-    """The values as written, with the defaults of keys that were left out."""
+    """The values as written, with the defaults of keys that were left out.
 
-    def __init__(self, values: Mapping[str, object], from_command_line: frozenset[KeyPath]) -> None:
+    Attributes:
+        overridden: key paths that `--set` wrote.
+        local: the job is for the local cluster.
+    """
+
+    def __init__(
+        self, values: Mapping[str, object], *, overridden: frozenset[KeyPath], local: bool
+    ) -> None:
         self._values = values
-        self.from_command_line = from_command_line
+        self.overridden = overridden
+        self.local = local
 
     def written(self, key: str) -> object:
         """Return the value written for the dotted `key`, or None."""
@@ -65,7 +75,12 @@ class Settings:
         written = self.written(key)
         return spec_keys()[tuple(key.split("."))].default if written is None else written
 
+    def table(self, key: str) -> Mapping[str, object]:
+        """Return the table written at the dotted `key`; empty when there is none or it is no table."""
+        written = self.written(key)
+        return written if isinstance(written, Mapping) else {}
 
-def check_rules(settings: Settings, *, local: bool) -> list[Violation]:
-    """Return everything that the spec's own rules find."""
-    return []
+    def shown(self, key: str) -> str:
+        """Return "key = value" as it would stand in TOML, for a message."""
+        value = self.value(key)
+        return f"no {key}" if value is None else f"{key} = {format_value(value)}"
