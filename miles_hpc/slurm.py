@@ -17,8 +17,22 @@ _QUESTION_TIMEOUT_S = 30.0
 
 # Source: "JOB STATE CODES" of the squeue manual. Every other state is final.
 LIVE_STATES = frozenset(
-    "CONFIGURING COMPLETING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESIZING RESV_DEL_HOLD RUNNING SIGNALING "
-    "SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED".split()
+    [
+        "CONFIGURING",
+        "COMPLETING",
+        "PENDING",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "RESIZING",
+        "RESV_DEL_HOLD",
+        "RUNNING",
+        "SIGNALING",
+        "SPECIAL_EXIT",
+        "STAGE_OUT",
+        "STOPPED",
+        "SUSPENDED",
+    ]
 )
 
 
@@ -82,7 +96,9 @@ def _from_submitit_local(environ: Mapping[str, str]) -> NodeIdentity:
 
 def _from_slurm(environ: Mapping[str, str]) -> NodeIdentity:
     # Inside a step SLURM_NODEID counts the step's nodes, so the step's list is the one to index.
-    list_name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    list_name = (
+        "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    )
     nodes = expand_nodelist(_text(environ, list_name), environ)
     node = _text(environ, "SLURMD_NODENAME")
     index = _number(environ, "SLURM_NODEID")

@@ -4,6 +4,7 @@ import os
 import sys
 
 from miles_hpc.node.entry import main
+from miles_hpc.node.guard import guard
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    sys.exit(guard(lambda leave_word: main(sys.argv[1:], os.environ, leave_word)))

@@ -10,8 +10,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from miles_hpc import __version__
@@ -23,14 +22,13 @@ from miles_hpc.node.environment import (
     fill_placeholders,
     node_environment,
 )
+from miles_hpc.node.guard import Word
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.nccl import sha256_of
 from miles_hpc.node.network import choose_interface
 from miles_hpc.node.preflight import NodeFacts, check_clock, check_node
 from miles_hpc.node.ray_cluster import (
-    HeadStoppedError,
     Membership,
-    NodeFailedError,
     RaySettings,
     start_ray,
     wait_for_gcs,
@@ -40,50 +38,31 @@ from miles_hpc.node.ray_cluster import (
 )
 from miles_hpc.node.rendezvous import (
     HeadAddress,
-    NodeFailure,
     Rendezvous,
-    report_failure_if_possible,
 )
 from miles_hpc.node.scratch import collect_leftovers, make_ray_temp, make_scratch
 from miles_hpc.node.supervise import (
-    POLL_S,
     StopRequest,
-    StopRequestedError,
     become_subreaper,
     start_child,
 )
-from miles_hpc.node.teardown import NodeResources, stop_driver, stop_node, wait_for_workers
+from miles_hpc.node.teardown import NodeResources
+from miles_hpc.node.verdict import Outcome, conclude, judge
 from miles_hpc.node.watch import watch_head, watch_worker
 from miles_hpc.paths import RunDir
 from miles_hpc.run.events import EventLog, Kind
 from miles_hpc.run.resume import (
     Identity,
-    Verdict,
-    VerdictState,
     new_attempt,
     wait_for_attempt,
-    write_verdict,
     write_whole,
 )
 from miles_hpc.slurm import NodeIdentity, identify_node, is_job_live
 
-# How long a node that failed waits for the head to say so, before it ends with its own code.
-_VERDICT_WAIT_S = 60.0
-_CANCELLED_CODE = MilesHpcError.exit_code
-
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How the attempt ended, as far as this node can tell."""
-
-    state: VerdictState
-    exit_code: int
-    reason: str
-
-
-def run_node(run: RunDir, environ: Mapping[str, str]) -> int:
+def run_node(run: RunDir, environ: Mapping[str, str], leave_word: Callable[[Word], None]) -> int:
     """Serve the job of `run` on this node and return the exit code.
 
     Raises:
@@ -95,13 +74,18 @@ def run_node(run: RunDir, environ: Mapping[str, str]) -> int:
     handoff = read_handoff(run.handoff)
     identity = identify_node(handoff.cluster, environ)
     context = enter_attempt(run, handoff, identity, stop)
-    resources = NodeResources()
+    resources = NodeResources(on_change=lambda folders: leave_word(make_word(context, folders)))
+    resources.changed()
     merge = EventMerge(context.attempt.root, run.events)
     try:
         serve(context, environ, resources, merge)
         outcome = Outcome(state="COMPLETED", exit_code=0, reason="the driver ended with 0")
     except MilesHpcError as error:
         outcome = judge(context, error)
+    except Exception as error:
+        outcome = judge(context, NodeError(f"{context.node}: {type(error).__name__}: {error}"))
+        conclude(context, resources, merge, outcome)
+        raise
     return conclude(context, resources, merge, outcome)
 
 
@@ -200,6 +184,7 @@ def make_settings(
         context.events.append(Kind.SCRATCH, removed=str(folder))
     try:
         resources.scratch = make_scratch(facts.scratch_root, context.job_tag)
+        resources.changed()
     except OSError as error:
         fault = Fault(
             where=f"{context.node}: scratch",
@@ -209,6 +194,7 @@ def make_settings(
         )
         raise PreflightError(str(fault)) from error
     resources.ray_temp = make_ray_temp(facts.scratch_root, context.job_tag, context.node)
+    resources.changed()
     temp = resources.ray_temp.path / "tmp"
     temp.mkdir()
     context.events.append(
@@ -287,85 +273,16 @@ def write_resolved(
     write_whole(context.attempt.resolved, json.dumps(resolved, indent=2) + "\n")
 
 
-def judge(context: NodeContext, error: MilesHpcError) -> Outcome:
-    """Return the outcome that `error` means, and tell the other nodes of it."""
-    if isinstance(error, HeadStoppedError):
-        return Outcome(state="COMPLETED", exit_code=0, reason="the head ended the attempt")
-    cancelled = isinstance(error, StopRequestedError)
-    if isinstance(error, NodeFailedError):
-        cancelled = error.failure.kind == StopRequestedError.__name__
-    reason = f"{context.node}: {error}" if isinstance(error, StopRequestedError) else str(error)
-    outcome = Outcome(
-        state="CANCELLED" if cancelled else "FAILED", exit_code=error.exit_code, reason=reason
+def make_word(context: NodeContext, folders: tuple[Path, ...]) -> Word:
+    """Return what the guard must know to clean up after this agent."""
+    return Word(
+        node=context.node,
+        is_head=context.is_head,
+        attempt_root=str(context.attempt.root),
+        attempt_key=context.rendezvous.attempt_key,
+        job_tag=context.job_tag,
+        folders=tuple(str(folder) for folder in folders),
     )
-    log.error("%s", reason)
-    with contextlib.suppress(OSError):
-        context.events.append(Kind.NODE_FAILED, error=type(error).__name__, message=reason)
-    if not context.is_head:
-        failure = NodeFailure(
-            node=context.node,
-            kind=type(error).__name__,
-            message=reason,
-            exit_code=error.exit_code,
-        )
-        report_failure_if_possible(context.rendezvous, failure)
-    return outcome
-
-
-def conclude(
-    context: NodeContext, resources: NodeResources, merge: EventMerge, outcome: Outcome
-) -> int:
-    """Tear this node down, let the head write the verdict, and return this agent's exit code."""
-    if not context.is_head:
-        seen = outcome.exit_code == 0 or wait_for_verdict(context)
-        stop_node(context, resources)
-        context.rendezvous.announce_gone(context.node)
-        return 0 if seen else outcome.exit_code
-    if outcome.state == "CANCELLED":
-        # Slurm may not leave us the time to come back to this.
-        record_verdict(context, outcome, None)
-    driver_code = stop_driver(context, resources)
-    context.events.append(Kind.DRIVER_EXITED, exit_code=driver_code)
-    context.rendezvous.announce_stop(outcome.state, outcome.reason)
-    late = wait_for_workers(context)
-    if late:
-        context.events.append(
-            Kind.WARNING, message=f"nodes that did not say they stopped: {', '.join(late)}"
-        )
-    stop_node(context, resources)
-    context.rendezvous.close()
-    context.events.append(
-        Kind.ATTEMPT_ENDED,
-        state=outcome.state,
-        exit_code=outcome.exit_code,
-        driver_exit_code=driver_code,
-        reason=outcome.reason,
-    )
-    merge.run_once()
-    record_verdict(context, outcome, driver_code)
-    return outcome.exit_code
-
-
-def record_verdict(context: NodeContext, outcome: Outcome, driver_code: int | None) -> None:
-    """Write verdict.json."""
-    verdict = Verdict(
-        state=outcome.state,
-        exit_code=outcome.exit_code,
-        driver_exit_code=driver_code,
-        reason=outcome.reason,
-        ended_s=time.time(),
-    )
-    write_verdict(context.attempt, verdict)
-
-
-def wait_for_verdict(context: NodeContext) -> bool:
-    """Wait until the head has ended the attempt; say whether it has."""
-    end_s = time.monotonic() + _VERDICT_WAIT_S
-    while time.monotonic() < end_s and context.stop.count < 2:
-        if context.rendezvous.is_stopped():
-            return True
-        time.sleep(POLL_S)
-    return context.rendezvous.is_stopped()
 
 
 def log_to(path: Path, node: str) -> None:
@@ -378,13 +295,13 @@ def log_to(path: Path, node: str) -> None:
         root.addHandler(handler)
 
 
-def main(argv: list[str], environ: Mapping[str, str]) -> int:
+def main(argv: list[str], environ: Mapping[str, str], leave_word: Callable[[Word], None]) -> int:
     """Run the agent for the run folder in `argv`; an error without an attempt to write it to goes to stderr."""
     if len(argv) != 1:
         sys.stderr.write("error: usage: python -m miles_hpc.node RUN_DIR\n")
         return NodeError.exit_code
     try:
-        return run_node(RunDir(Path(argv[0]).resolve()), environ)
+        return run_node(RunDir(Path(argv[0]).resolve()), environ, leave_word)
     except MilesHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.network import Interface
-from miles_hpc.node.supervise import TAG_VARIABLE
+from miles_hpc.node.survivors import TAG_VARIABLE
 
 # RAY_*: a foreign Ray's address, token or flags from the user's shell. LD_PRELOAD: NCCL reaches only the actors that use it.
 # PYTHON*: another environment's modules. MILES_HPC_* and SUBMITIT_*: an outer job's.
@@ -27,7 +27,7 @@ def without_foreign_settings(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def node_environment(  # noqa: PLR0913  one value for each line of the table in docs/design.md
+def node_environment(
     context: NodeContext,
     base: Mapping[str, str],
     *,

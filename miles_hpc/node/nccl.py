@@ -13,10 +13,10 @@ from miles_hpc.handoff import NcclPin
 
 # Versions that may not be used, whoever asks for them: the code, and why.
 KNOWN_BAD = {
-    **{
-        code: "hangs and wrong results in 2.28.3 to 2.28.8 (release notes of NVIDIA's resiliency extension)"
-        for code in range(22803, 22809)
-    },
+    **dict.fromkeys(
+        range(22803, 22809),
+        "hangs and wrong results in 2.28.3 to 2.28.8 (release notes of NVIDIA's resiliency extension)",
+    ),
     23004: "sometimes hangs (NVIDIA/nccl issue 2167)",
 }
 

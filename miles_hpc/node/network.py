@@ -56,6 +56,7 @@ def choose_interface(
     """Return the interface whose address this node announces to Ray and to collectives.
 
     Args:
+        identity: this node, named in the error.
         wanted: the spec's interface; one concrete name decides, a pattern is for NCCL alone.
         head_host: address of the head, known to the other nodes; the kernel's route to it decides.
 

@@ -26,7 +26,7 @@ from miles_hpc.units import format_bytes
 # The first import of an interpreter from a busy network file system takes that long.
 _PROBE_TIMEOUT_S = 120.0
 _CLOCK_SKEW_S = 5.0
-_SHM = Path("/dev/shm")  # noqa: S108  where Ray puts its object store
+_SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from miles_hpc.errors import Fault, PreflightError
 from miles_hpc.filesystem import can_leave_memory, describe_path, free_bytes
 from miles_hpc.handoff import ScratchRequest
-from miles_hpc.node.supervise import owned_processes
+from miles_hpc.node.survivors import owned_processes
 from miles_hpc.units import format_bytes
 
 _PREFIX = "mhpc-"
@@ -38,7 +38,7 @@ _CANDIDATES = (
     "/tmp",
 )
 _CANDIDATE_VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
-_RAY_TEMP_ROOTS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108  the folder below is private
+_RAY_TEMP_ROOTS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 @dataclass(slots=True)

@@ -1,7 +1,6 @@
-"""Long-lived children of the node agent: start, watch, stop, and leave none behind.
+"""Long-lived children of the node agent: start, watch and stop them, and note the signals that ask for the end.
 
-A process is ours if it descends from this agent or carries this job's tag in its environment; nothing else is ever
-signalled, and no process is found by its name. Knows nothing of Ray or drivers.
+Each child leads a session of its own, so a signal to the agent's group does not reach it. Knows nothing of Ray or drivers.
 """
 
 import contextlib
@@ -19,9 +18,11 @@ from typing import IO, TypeVar
 from miles_hpc.errors import MilesHpcError
 
 POLL_S = 0.05
-TAG_VARIABLE = "MILES_HPC_JOB_TAG"
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_DEADLINE_S = 10.0
+# The scheduler may signal the group and the guard pass the same signal on; that is one request.
+_SAME_REQUEST_S = 1.0
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class StopRequest:
 
     signal_name: str | None = None
     count: int = 0
+    _last_s: float = 0.0
 
     def install(self) -> None:
         """Note SIGTERM, SIGINT and SIGHUP; ignore USR1 and USR2, for this process and for the children it starts.
@@ -55,7 +57,10 @@ class StopRequest:
             raise StopRequestedError(f"told to stop by {self.signal_name}")
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.count += 1
+        now_s = time.monotonic()
+        if self.count == 0 or now_s - self._last_s > _SAME_REQUEST_S:
+            self.count += 1
+        self._last_s = now_s
         self.signal_name = self.signal_name or signal.Signals(number).name
 
 
@@ -203,88 +208,18 @@ def signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def owned_processes(tag: str, *, descendants: bool = True) -> frozenset[int]:
-    """Return the pids that carry `tag` or, with `descendants`, descend from this process; zombies left out.
-
-    Descent is needed beside the tag: a process that sets its title, as Ray's workers do, overwrites the environment that
-    others can read.
-    """
-    marker = f"{TAG_VARIABLE}={tag}".encode()
-    me = os.getpid()
-    parents: dict[int, int] = {}
-    tagged: set[int] = set()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == me:
-            continue
-        parent = _live_parent(entry)
-        if parent is None:
-            continue
-        parents[int(entry.name)] = parent
-        if _has_marker(entry, marker):
-            tagged.add(int(entry.name))
-    if descendants:
-        tagged.update(pid for pid in parents if _descends(pid, me, parents))
-    return frozenset(tagged)
+def die_with_parent(number: signal.Signals) -> None:
+    """Ask the kernel to send `number` to this process when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
-def end_survivors(tag: str, children: Sequence[Child], *, grace_s: float) -> tuple[str, ...]:
-    """End every process of this job on this node; return a description of each that had to be killed."""
-    end_s = time.monotonic() + grace_s
-    number = signal.SIGTERM
-    killed: dict[int, str] = {}
-    while True:
-        reap_orphans(children)
-        survivors = owned_processes(tag)
-        if not survivors:
-            return tuple(killed.values())
-        if number is signal.SIGTERM or time.monotonic() >= end_s:
-            for pid in survivors:
-                if number is signal.SIGKILL:
-                    killed.setdefault(pid, f"{pid} {_command(pid)}")
-                _signal_owned(pid, number)
-            number = signal.SIGKILL
-        if time.monotonic() >= end_s + _KILL_DEADLINE_S:
-            return tuple(f"{pid} {_command(pid)} (alive)" for pid in survivors)
-        time.sleep(POLL_S)
-
-
-def _signal_owned(pid: int, number: signal.Signals) -> None:
-    """Signal `pid`; the caller has just seen that it is ours, and a pid is not given out again that soon."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
-def _live_parent(entry: Path) -> int | None:
-    try:
-        text = (entry / "stat").read_text()
-    except OSError:
-        return None
-    # The command, in parentheses, may hold blanks and parentheses itself.
-    fields = text.rpartition(")")[2].split()
-    return None if len(fields) < 2 or fields[0] in "ZX" else int(fields[1])
-
-
-def _has_marker(entry: Path, marker: bytes) -> bool:
-    try:
-        return entry.stat().st_uid == os.getuid() and marker in (
-            entry / "environ"
-        ).read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
-    seen: set[int] = set()
-    while pid in parents and pid not in seen:
-        seen.add(pid)
-        pid = parents[pid]
-        if pid == ancestor:
-            return True
-    return False
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:80].strip()
-    except OSError:
-        return "?"
+def fork_into_own_session() -> int:
+    """Fork; return 0 in the child, which leads a new session and is told by SIGTERM when its parent ends."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        die_with_parent(signal.SIGTERM)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+    return pid

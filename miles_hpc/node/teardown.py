@@ -4,15 +4,17 @@ Workers stop their Ray before the head does: a head that goes first leaves the r
 whatever failed before; decides no verdict.
 """
 
+import contextlib
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.scratch import JobFolder
-from miles_hpc.node.supervise import POLL_S, Child, end_survivors, owned_processes
+from miles_hpc.node.supervise import POLL_S, Child
+from miles_hpc.node.survivors import end_survivors, owned_processes
 from miles_hpc.run.events import Kind
 
 _RAY_GRACE_S = 10.0
@@ -26,12 +28,17 @@ _LOG_SIZE_LIMIT_BYTES = 64 << 20
 class NodeResources:
     """What this agent has started and made; filled as the start proceeds, emptied by the teardown."""
 
+    on_change: Callable[[tuple[Path, ...]], None]
     driver: Child | None = None
     ray: Child | None = None
     probe: Child | None = None
     ray_temp: JobFolder | None = None
     scratch: JobFolder | None = None
-    killed: list[str] = field(default_factory=list)
+
+    def changed(self) -> None:
+        """Leave word of the folders that exist now."""
+        folders = (folder.path for folder in (self.ray_temp, self.scratch) if folder is not None)
+        self.on_change(tuple(folders))
 
     def children(self) -> tuple[Child, ...]:
         """Return the children that were started."""
@@ -62,14 +69,13 @@ def stop_driver(context: NodeContext, resources: NodeResources) -> int | None:
 def stop_node(context: NodeContext, resources: NodeResources) -> None:
     """Stop this node's Ray, end every process of the job here, keep Ray's logs and remove the job's folders."""
     start_s = time.monotonic()
+    shared = shared_memory_files(owned_processes(context.job_tag))
     if resources.ray is not None:
         resources.ray.terminate(grace_s=_RAY_GRACE_S)
     if resources.probe is not None:
         resources.probe.terminate(grace_s=0.0)
-    shared = shared_memory_files(owned_processes(context.job_tag))
     killed = end_survivors(context.job_tag, resources.children(), grace_s=_SURVIVOR_GRACE_S)
-    for path in shared:
-        path.unlink(missing_ok=True)
+    remove_unused(shared)
     if resources.ray_temp is not None:
         copy_ray_logs(resources.ray_temp.path, context.attempt.ray_logs(context.node))
         resources.ray_temp.remove()
@@ -106,7 +112,7 @@ def copy_ray_logs(ray_temp: Path, target: Path) -> None:
                 shutil.copyfileobj(source, sink)
 
 
-def shared_memory_files(pids: Sequence[int] | frozenset[int]) -> tuple[Path, ...]:
+def shared_memory_files(pids: frozenset[int]) -> tuple[Path, ...]:
     """Return the files in /dev/shm that the processes `pids` map; a killed process leaves them behind."""
     found: set[Path] = set()
     for pid in pids:
@@ -116,9 +122,21 @@ def shared_memory_files(pids: Sequence[int] | frozenset[int]) -> tuple[Path, ...
             continue
         for line in lines:
             name = line.split(maxsplit=5)[-1]
-            if name.startswith("/dev/shm/") and not name.endswith(" (deleted)"):  # noqa: S108
+            if name.startswith("/dev/shm/") and not name.endswith(" (deleted)"):
                 found.add(Path(name))
     return tuple(sorted(found))
+
+
+def remove_unused(shared: Sequence[Path]) -> None:
+    """Remove the files in /dev/shm that this job's processes mapped, unless another process maps them too."""
+    if not shared:
+        return
+    pids = frozenset(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    in_use = frozenset(shared_memory_files(pids))
+    for path in shared:
+        if path not in in_use:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _session_alive(leader: int) -> bool:

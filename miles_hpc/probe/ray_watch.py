@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # the stub leaves it out
 from ray.exceptions import RayError
 
 _NODE_RESOURCE = "miles_hpc_node_"

@@ -1,0 +1,114 @@
+"""What an attempt came to, and the end of this node's agent with it.
+
+The head's verdict is the job's; another node reports to the head and waits for it. Knows no stage of the start.
+"""
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+from miles_hpc.errors import MilesHpcError
+from miles_hpc.node.context import NodeContext
+from miles_hpc.node.merge import EventMerge
+from miles_hpc.node.ray_cluster import HeadStoppedError, NodeFailedError
+from miles_hpc.node.rendezvous import NodeFailure, report_failure_if_possible
+from miles_hpc.node.supervise import POLL_S, StopRequestedError
+from miles_hpc.node.teardown import NodeResources, stop_driver, stop_node, wait_for_workers
+from miles_hpc.run.events import Kind
+from miles_hpc.run.resume import Verdict, VerdictState, write_verdict
+
+# How long a node that failed waits for the head to say so, before it ends with its own code.
+_VERDICT_WAIT_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the attempt ended, as far as this node can tell."""
+
+    state: VerdictState
+    exit_code: int
+    reason: str
+
+
+def judge(context: NodeContext, error: MilesHpcError) -> Outcome:
+    """Return the outcome that `error` means, and tell the other nodes of it."""
+    if isinstance(error, HeadStoppedError):
+        return Outcome(state="COMPLETED", exit_code=0, reason="the head ended the attempt")
+    cancelled = isinstance(error, StopRequestedError)
+    if isinstance(error, NodeFailedError):
+        cancelled = error.failure.kind == StopRequestedError.__name__
+    reason = f"{context.node}: {error}" if isinstance(error, StopRequestedError) else str(error)
+    outcome = Outcome(
+        state="CANCELLED" if cancelled else "FAILED", exit_code=error.exit_code, reason=reason
+    )
+    log.error("%s", reason)
+    with contextlib.suppress(OSError):
+        context.events.append(Kind.NODE_FAILED, error=type(error).__name__, message=reason)
+    if not context.is_head:
+        failure = NodeFailure(
+            node=context.node,
+            kind=type(error).__name__,
+            message=reason,
+            exit_code=error.exit_code,
+        )
+        report_failure_if_possible(context.rendezvous, failure)
+    return outcome
+
+
+def conclude(
+    context: NodeContext, resources: NodeResources, merge: EventMerge, outcome: Outcome
+) -> int:
+    """Tear this node down, let the head write the verdict, and return this agent's exit code."""
+    if not context.is_head:
+        seen = outcome.exit_code == 0 or wait_for_verdict(context)
+        stop_node(context, resources)
+        context.rendezvous.announce_gone(context.node)
+        return 0 if seen else outcome.exit_code
+    if outcome.state == "CANCELLED":
+        # Slurm may not leave us the time to come back to this.
+        record_verdict(context, outcome, None)
+    driver_code = stop_driver(context, resources)
+    context.events.append(Kind.DRIVER_EXITED, exit_code=driver_code)
+    context.rendezvous.announce_stop(outcome.state, outcome.reason)
+    late = wait_for_workers(context)
+    if late:
+        context.events.append(
+            Kind.WARNING, message=f"nodes that did not say they stopped: {', '.join(late)}"
+        )
+    stop_node(context, resources)
+    context.rendezvous.close()
+    context.events.append(
+        Kind.ATTEMPT_ENDED,
+        state=outcome.state,
+        exit_code=outcome.exit_code,
+        driver_exit_code=driver_code,
+        reason=outcome.reason,
+    )
+    merge.run_once()
+    record_verdict(context, outcome, driver_code)
+    return outcome.exit_code
+
+
+def record_verdict(context: NodeContext, outcome: Outcome, driver_code: int | None) -> None:
+    """Write verdict.json."""
+    verdict = Verdict(
+        state=outcome.state,
+        exit_code=outcome.exit_code,
+        driver_exit_code=driver_code,
+        reason=outcome.reason,
+        ended_s=time.time(),
+    )
+    write_verdict(context.attempt, verdict)
+
+
+def wait_for_verdict(context: NodeContext) -> bool:
+    """Wait until the head has ended the attempt; say whether it has."""
+    end_s = time.monotonic() + _VERDICT_WAIT_S
+    while time.monotonic() < end_s and context.stop.count < 2:
+        if context.rendezvous.is_stopped():
+            return True
+        time.sleep(POLL_S)
+    return context.rendezvous.is_stopped()
