@@ -28,6 +28,7 @@ from miles_hpc.spec.effect_rules import (
 )
 from miles_hpc.spec.faults import format_value
 from miles_hpc.spec.rules import Rule, Settings, Violation
+from miles_hpc.spec.schema import spec_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +290,8 @@ def check_effects(settings: Settings) -> Iterator[Violation]:
 
 
 def _inert(effect: Effect, settings: Settings) -> Iterator[Violation]:
+    if not all(settings.is_decided(key) for key in effect.when.keys):
+        return  # that fault is told already; what follows from it is not known
     decided = "; ".join(settings.shown(key) for key in effect.when.keys)
     for key in effect.keys:
         value = settings.written(key)
@@ -306,7 +309,9 @@ def _inert(effect: Effect, settings: Settings) -> Iterator[Violation]:
 
 def _missing(requirement: Requirement, settings: Settings) -> Iterator[Violation]:
     for key in requirement.keys:
-        if settings.written(key) is None:
+        table = key.partition(".")[0]
+        is_told = spec_keys()[table,].required and settings.written(table) is None
+        if settings.written(key) is None and not is_told:
             yield Violation(
                 rule=requirement.rule,
                 path=tuple(key.split(".")),

@@ -17,6 +17,8 @@ from miles_hpc.spec.schema import describe, nearest_key, spec_keys
 
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _LONGEST_VALUE: Final = 80
+_MOST_SUGGESTIONS: Final = 100
+_MOST_LINES: Final = 300
 SECRET_VARIABLE: Final = re.compile(
     r"(^|_)(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEY)$", re.IGNORECASE
 )
@@ -55,7 +57,10 @@ class SpecFault:
 def refusal(faults: Iterable[SpecFault]) -> SpecError:
     """Return the error that tells every fault, one a line, sorted by file and line."""
     ordered = sorted(set(faults), key=lambda fault: (fault.label, fault.line, fault.key))
-    return SpecError("\n".join(str(fault) for fault in ordered))
+    lines = [str(fault) for fault in ordered[:_MOST_LINES]]
+    if len(ordered) > _MOST_LINES:
+        lines.append(f"... and {len(ordered) - _MOST_LINES} more faults")
+    return SpecError("\n".join(lines))
 
 
 def format_key(path: KeyPath) -> str:
@@ -119,7 +124,10 @@ def explain_errors(
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
         by_path.setdefault(_real_path(error, values), []).append(error)
-    return tuple(_explain(path, group, values) for path, group in by_path.items())
+    return tuple(
+        _explain(path, group, values, suggest=count < _MOST_SUGGESTIONS)
+        for count, (path, group) in enumerate(by_path.items())
+    )
 
 
 def _real_path(error: ErrorDetails, values: object) -> KeyPath:
@@ -144,7 +152,11 @@ def _holds(values: object, part: str | int) -> bool:
 
 
 def _explain(
-    path: KeyPath, errors: Sequence[ErrorDetails], values: Mapping[str, object]
+    path: KeyPath,
+    errors: Sequence[ErrorDetails],
+    values: Mapping[str, object],
+    *,
+    suggest: bool,
 ) -> TypeFault:
     kind = errors[0]["type"]
     names = tuple(part for part in path if isinstance(part, str))
@@ -152,7 +164,7 @@ def _explain(
         return _explain_missing(path, names)
     value = _value_at(path, values)
     if kind == "extra_forbidden":
-        return _explain_unknown(path, names, value)
+        return _explain_unknown(path, names, value, suggest=suggest)
     expected = " or ".join(dict.fromkeys(_expected(error) for error in errors))
     is_name = errors[0]["loc"][-1] == "[key]"
     return TypeFault(
@@ -177,9 +189,11 @@ def _explain_missing(path: KeyPath, names: tuple[str, ...]) -> TypeFault:
     return TypeFault(path=path, found="nothing", expected=expected, fix="", is_missing=True)
 
 
-def _explain_unknown(path: KeyPath, names: tuple[str, ...], value: object) -> TypeFault:
+def _explain_unknown(
+    path: KeyPath, names: tuple[str, ...], value: object, *, suggest: bool
+) -> TypeFault:
     parent = ".".join(names[:-1])
-    nearest = nearest_key(names)
+    nearest = nearest_key(names) if suggest else None
     valid = [key[-1] for key in spec_keys() if key[:-1] == names[:-1]]
     return TypeFault(
         path=path,

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -158,19 +158,27 @@ class _Merged:
     ) -> None:
         for name, value in above.items():
             path = (*prefix, name)
-            origin = _Origin(layer.label, layer.lines.get(path, 1), layer.kind)
             old = below.get(name)
             if isinstance(old, dict) and isinstance(value, dict):
-                self.origins[path] = origin
+                self.origins[path] = _Origin(layer.label, layer.lines.get(path, 1), layer.kind)
                 self.overlay(old, value, path, layer)
                 continue
-            for stale in [key for key in self.origins if key[: len(path)] == path]:
-                del self.origins[stale]
+            if old is not None:
+                self.forget(path, old)
             below[name] = _copy(value)
-            for key, line in layer.lines.items():
-                if key[: len(path)] == path:
-                    self.origins[key] = _Origin(layer.label, line, layer.kind)
-            self.origins.setdefault(path, origin)
+            self.note(path, value, layer)
+
+    def note(self, path: KeyPath, value: object, layer: Layer) -> None:
+        """Remember that `layer` wrote `value` at `path`, and everything in it."""
+        self.origins[path] = _Origin(layer.label, layer.lines.get(path, 1), layer.kind)
+        for part, child in _children(value):
+            self.note((*path, part), child, layer)
+
+    def forget(self, path: KeyPath, value: object) -> None:
+        """Forget who wrote `value` at `path`, and everything in it."""
+        self.origins.pop(path, None)
+        for part, child in _children(value):
+            self.forget((*path, part), child)
 
     def origin(self, path: KeyPath) -> _Origin:
         """Return where `path`, or the nearest thing above it, was written; the spec's first line when nowhere."""
@@ -257,10 +265,9 @@ class _Merged:
     def remove(self, path: KeyPath) -> None:
         holder: object = self.values
         for part in path[:-1]:
-            holder = holder[part]  # type: ignore[index]
-        del holder[path[-1]]  # type: ignore[attr-defined]
-        for stale in [key for key in self.origins if key[: len(path)] == path]:
-            del self.origins[stale]
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            self.forget(path, holder.pop(path[-1]))
 
     def remove_reserved_tables(self) -> None:
         for name in RESERVED_TABLES:
@@ -315,6 +322,12 @@ class _Merged:
                 continue
             self.add_fault(fault.path, fault.found, fault.expected, fault.fix)
         return None
+
+
+def _children(value: object) -> Iterable[tuple[str | int, object]]:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list) else ()
 
 
 def _copy(value: object) -> object:

@@ -7,6 +7,7 @@ files nor lines.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args, get_origin
 
 from miles_hpc.spec.faults import format_value
 from miles_hpc.spec.scan import KeyPath
@@ -74,6 +75,17 @@ class Settings:
         """Return the value written for the dotted `key`, or its default."""
         written = self.written(key)
         return spec_keys()[tuple(key.split("."))].default if written is None else written
+
+    def is_decided(self, key: str) -> bool:
+        """Return whether `key` has a value, and one of its choices when it has a closed set of them."""
+        field = spec_keys()[tuple(key.split("."))]
+        choices = (
+            get_args(field.field.annotation)
+            if get_origin(field.field.annotation) is Literal
+            else ()
+        )
+        value = self.value(key)
+        return value in choices if choices else value is not None or not field.required
 
     def table(self, key: str) -> Mapping[str, object]:
         """Return the table written at the dotted `key`; empty when there is none or it is no table."""
