@@ -76,9 +76,21 @@ class Child:
         """Return the exit code, negative for a signal, or None while it runs."""
         return self.process.poll()
 
-    def terminate(self, *, grace_s: float, cut: Callable[[], bool] = lambda: False) -> int:
-        """Send SIGTERM to the session, SIGKILL after `grace_s` seconds or when `cut` says so; return the exit code."""
-        signal_group(self.process.pid, signal.SIGTERM)
+    def terminate(
+        self,
+        *,
+        grace_s: float,
+        whole_group: bool = False,
+        cut: Callable[[], bool] = lambda: False,
+    ) -> int:
+        """Send SIGTERM to it or its group, SIGKILL to the group after `grace_s` seconds or when `cut` says so.
+
+        Returns the exit code, negative for a signal.
+        """
+        if whole_group:
+            signal_group(self.process.pid, signal.SIGTERM)
+        else:
+            self.process.terminate()
         end_s = time.monotonic() + grace_s
         while self.poll() is None and time.monotonic() < end_s and not cut():
             time.sleep(POLL_S)

@@ -57,7 +57,9 @@ def stop_driver(context: NodeContext, resources: NodeResources) -> int | None:
     grace_s = context.handoff.stop_grace_s
     code = driver.poll()
     if code is None:
-        code = driver.terminate(grace_s=grace_s, cut=lambda: context.stop.count > 1)
+        code = driver.terminate(
+            grace_s=grace_s, whole_group=True, cut=lambda: context.stop.count > 1
+        )
     end_s = time.monotonic() + grace_s
     while _session_alive(driver.process.pid) and time.monotonic() < end_s:
         if context.stop.count > 0:
@@ -71,6 +73,7 @@ def stop_node(context: NodeContext, resources: NodeResources) -> None:
     start_s = time.monotonic()
     shared = shared_memory_files(owned_processes(context.job_tag))
     if resources.ray is not None:
+        # Its leader alone: it ends its own children in order, and waits in vain for those that others have ended.
         resources.ray.terminate(grace_s=_RAY_GRACE_S)
     if resources.probe is not None:
         resources.probe.terminate(grace_s=0.0)
