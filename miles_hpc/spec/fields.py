@@ -38,6 +38,13 @@ class PathBase:
     base: Literal["current", "file", "node"]
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What the reference page calls a type."""
+
+    words: str
+
+
 def _as_noun(error: ValueError) -> str:
     """Return the message "a size is such and such" so that it can follow "expected"."""
     return str(error).replace(" is ", ": ", 1)
@@ -167,9 +174,10 @@ Size = Annotated[
     BeforeValidator(_size),
     PlainSerializer(lambda count: f"{count}B", return_type=str),
     WithJsonSchema({"type": "string", "examples": ["96GiB", "512MiB"]}),
+    Words("size"),
 ]
 """A size with a unit: "96GiB", "512MiB", "1.5TB"."""
-PositiveSize = Annotated[Size, AfterValidator(_not_zero)]
+PositiveSize = Annotated[Size, AfterValidator(_not_zero), Words("size above 0")]
 """A size above zero."""
 Duration = Annotated[
     Seconds,
@@ -177,6 +185,7 @@ Duration = Annotated[
     AfterValidator(_at_most_a_year),
     _DURATION_TEXT,
     _DURATION_SCHEMA,
+    Words("duration"),
 ]
 """A duration with a unit ("90s", "30min", "1h30min", "2d") or any Slurm time form."""
 Deadline = Annotated[
@@ -186,6 +195,7 @@ Deadline = Annotated[
     AfterValidator(_at_most_a_year),
     _DURATION_TEXT,
     _DURATION_SCHEMA,
+    Words("duration above 0"),
 ]
 """A duration above zero."""
 TimeLimit = Annotated[
@@ -195,34 +205,45 @@ TimeLimit = Annotated[
     AfterValidator(_finite_limit),
     _DURATION_TEXT,
     _DURATION_SCHEMA,
+    Words("time limit"),
 ]
 """A time limit for Slurm: above zero and finite, since Slurm reads 0 and UNLIMITED as no limit."""
 
-Line = Annotated[str, AfterValidator(_line)]
+Line = Annotated[str, AfterValidator(_line), Words("text")]
 """Text on one line."""
-Text = Annotated[str, AfterValidator(_text)]
+Text = Annotated[str, AfterValidator(_text), Words("text (lines)")]
 """Text that may hold line breaks and tabs."""
-SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.][A-Za-z0-9_.+@:,/=-]{0,254}$")]
+SlurmName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_.][A-Za-z0-9_.+@:,/=-]{0,254}$"), Words("name")
+]
 """A name, or a comma list of names, as Slurm takes it."""
-SlurmExpression = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+@:,/=*&|!()\[\]-]{1,1024}$")]
+SlurmExpression = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_.+@:,/=*&|!()\[\]-]{1,1024}$"), Words("expression")
+]
 """A node feature expression."""
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
+VariableName = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$"), Words("variable name")
+]
 """The name of an environment variable."""
-OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,63}$")]
+OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,63}$"), Words("option name")]
 """A long option without its dashes."""
 
-SrunOption = Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=.*)?$"), AfterValidator(_line)]
+SrunOption = Annotated[
+    str, Field(pattern=r"^--[a-z][a-z0-9-]*(=.*)?$"), AfterValidator(_line), Words("option")
+]
 """One long srun option with its value."""
-Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:,^=@-]{1,255}$")]
+Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:,^=@-]{1,255}$"), Words("interface")]
 """A network interface or adapter, or a pattern in NCCL's form."""
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}$")]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}$"), Words("name")]
 """A name without blanks or slashes."""
 
-SubmitPath = Annotated[Path, BeforeValidator(_path), PathBase("current")]
+SubmitPath = Annotated[Path, BeforeValidator(_path), PathBase("current"), Words("path")]
 """A path relative to the current folder at submission."""
-FilePath = Annotated[Path, BeforeValidator(_path), PathBase("file")]
+FilePath = Annotated[Path, BeforeValidator(_path), PathBase("file"), Words("path")]
 """A path relative to the file that sets it."""
-NodePath = Annotated[Path, BeforeValidator(_node_path), PathBase("node")]
+NodePath = Annotated[
+    Path, BeforeValidator(_node_path), PathBase("node"), Words("path on the nodes")
+]
 """An absolute path on the compute nodes."""
 
 
