@@ -16,6 +16,8 @@ from miles_hpc.plan.findings import Check, Finding, errors_of, locate, refuse, r
 from miles_hpc.plan.layout import LAYOUT_CHECKS, make_layout, make_rollout_layout
 from miles_hpc.plan.plan import EnvVar, Plan
 from miles_hpc.plan.rules import CHECKS, nearest_fits
+from miles_hpc.spec.checks import SPEC_RULES
+from miles_hpc.spec.checks import SPEC_RULES
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 
@@ -40,10 +42,11 @@ class Draft:
     would_fit: tuple[str, ...]
 
 
-def plan_rules() -> tuple[Rule, ...]:
-    """Return the rules of the planner and of both engines, in order of their ids."""
+def all_rules() -> tuple[Rule, ...]:
+    """Return the rules of the spec, the planner and both engines, in order of their ids."""
     checks = (*CHECKS, *native.NATIVE_CHECKS, *miles.MILES_CHECKS)
-    return tuple(sorted((check.rule for check in checks), key=lambda rule: rule.id))
+    rules = (*SPEC_RULES, *(check.rule for check in checks))
+    return tuple(sorted(rules, key=lambda rule: rule.id))
 
 
 def find(spec: JobSpec) -> tuple[Finding, ...]:
