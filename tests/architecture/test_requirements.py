@@ -1,12 +1,17 @@
 """The locked requirement files agree with pyproject.toml, pin one NCCL, and name no address."""
 
+import hashlib
+import platform
 import re
+import sysconfig
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from miles_hpc.spec.job import JobSpec
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "env" / "requirements"
@@ -87,6 +92,9 @@ def test_files_that_are_installed_together_agree():
                 assert seen.setdefault((python, name), str(pin.specifier)) == str(pin.specifier)
 
 
+NCCL = tomllib.loads((ROOT / "env" / "nccl.toml").read_text(encoding="utf-8"))
+
+
 def test_exactly_one_nccl_is_pinned_and_it_is_the_one_of_nccl_toml():
     pins = [
         (pin, digests)
@@ -94,11 +102,21 @@ def test_exactly_one_nccl_is_pinned_and_it_is_the_one_of_nccl_toml():
         for pin, digests in read_pins(path.name)
         if "nccl" in pin.name
     ]
-    assert [str(pin) for pin, _ in pins] == ["nvidia-nccl-cu13==2.30.7"]
-    nccl = (ROOT / "env" / "nccl.toml").read_text(encoding="utf-8")
-    assert tomllib.loads(nccl)
-    for digest in pins[0][1]:
-        assert digest.removeprefix("sha256:") in nccl, f"{digest} is not in env/nccl.toml"
+    assert [str(pin) for pin, _ in pins] == [f"{NCCL['package']}=={NCCL['version']}"]
+    assert pins[0][1] == {f"sha256:{wheel['sha256']}" for wheel in NCCL["wheel"].values()}
+
+
+def test_the_spec_asks_for_the_pinned_nccl_by_default():
+    assert JobSpec.model_fields["nccl"].default.version == NCCL["version"]
+    major, minor, patch = map(int, NCCL["version"].split("."))
+    assert NCCL["version_code"] == major * 10000 + minor * 100 + patch
+
+
+def test_the_installed_nccl_is_the_pinned_file():
+    library = Path(sysconfig.get_paths()["purelib"]) / NCCL["library"]
+    with library.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    assert digest == NCCL["wheel"][platform.machine()]["library_sha256"]
 
 
 def test_the_cpu_build_of_torch_is_the_pinned_release():
