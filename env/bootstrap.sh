@@ -173,8 +173,9 @@ run_tests() {
   step "format" "$py" -m ruff format --check .
   step "types" "$py" -m mypy
   step "import contracts" "$VENV/bin/lint-imports"
-  step "unit and architecture" "${pytest[@]}" tests/architecture tests/unit -m "not trainer and not sglang"
-  step "trainer" "${pytest[@]}" tests/unit -m "trainer and not sglang"
+  step "architecture" "${pytest[@]}" tests/architecture
+  step "unit" "${pytest[@]}" tests/unit --ignore=tests/unit/trainer -m "not sglang"
+  step "trainer" "${pytest[@]}" tests/unit/trainer -m "not sglang"
   step "flow" "${pytest[@]}" tests/flow
 
   missing=$(missing_for_slurm)
