@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import asdict
 from difflib import get_close_matches
 
-from miles_hpc.engine.compose import plan_rules
+from miles_hpc.engine.compose import all_rules
 from miles_hpc.errors import SpecError
 from miles_hpc.plan.plan import Plan
 
@@ -45,7 +45,7 @@ def explain_rule(name: str) -> str:
     Raises:
         SpecError: if there is no such rule.
     """
-    rules = {rule.id: rule for rule in plan_rules()}
+    rules = {rule.id: rule for rule in all_rules()}
     rule = rules.get(name.upper())
     if rule is None:
         near = get_close_matches(name.upper(), rules, n=1)

@@ -23,6 +23,11 @@ def global_batch_size(spec: JobSpec) -> int:
     return spec.train.global_batch_size or samples_per_step(spec)
 
 
+def micro_batch_size(spec: JobSpec) -> int | None:
+    """Return the samples of one micro-batch; None when a token budget decides."""
+    return None if spec.train.max_tokens_per_gpu is not None else spec.train.micro_batch_size or 1
+
+
 def updates_per_step(spec: JobSpec) -> int:
     """Return the optimizer updates of one step, for a spec that MH231 accepts."""
     return samples_per_step(spec) // global_batch_size(spec)
@@ -63,21 +68,8 @@ def _whole_updates(spec: JobSpec) -> Iterator[Verdict]:
         )
 
 
-def _batching_chosen(spec: JobSpec) -> Iterator[Verdict]:
-    train = spec.train
-    given = [train.micro_batch_size is not None, train.max_tokens_per_gpu is not None]
-    if sum(given) != 1:
-        what = "both" if all(given) else "neither"
-        yield Verdict(
-            keys=("train.micro_batch_size", "train.max_tokens_per_gpu"),
-            found=f"{what} of micro_batch_size and max_tokens_per_gpu",
-            expected="exactly one: a fixed number of samples, or a token budget",
-            fix="Set train.micro_batch_size for short samples of similar length, else train.max_tokens_per_gpu.",
-        )
-
-
 def _static_batches(spec: JobSpec) -> Iterator[Verdict]:
-    dp, micro, batch = _data_parallel(spec), spec.train.micro_batch_size, global_batch_size(spec)
+    dp, micro, batch = _data_parallel(spec), micro_batch_size(spec), global_batch_size(spec)
     if dp is None or micro is None or batch % (dp * micro) == 0:
         return
     fits = batch // dp if batch % dp == 0 else None
@@ -165,16 +157,6 @@ BATCH_CHECKS = (
             source=f"{_MILES} miles/utils/arguments.py (global_batch_size), miles/utils/dp_schedule.py",
         ),
         _whole_updates,
-    ),
-    Check(
-        Rule(
-            id="MH232",
-            title="one way of making micro-batches",
-            reason="A micro-batch is either a fixed number of samples or as many as fit a token budget.",
-            arithmetic="exactly one of micro_batch_size and max_tokens_per_gpu",
-            source=f"{_MILES} miles/utils/arguments.py (use_dynamic_batch_size)",
-        ),
-        _batching_chosen,
     ),
     Check(
         Rule(

@@ -50,24 +50,12 @@ def _lora_backend(spec: JobSpec) -> Iterator[Verdict]:
 
 def _base_backup(spec: JobSpec) -> Iterator[Verdict]:
     offload = spec.offload
-    if spec.job.engine != "miles":
-        if offload.base_cpu_backup:
-            yield Verdict(
-                keys=("offload.base_cpu_backup", "job.engine"),
-                found="base_cpu_backup with the native engine",
-                expected="the miles engine; the native engine ships adapters alone by itself",
-                fix="Remove offload.base_cpu_backup.",
-            )
-        return
-    if offload.base_cpu_backup and (spec.lora is None or offload.rollout == "none"):
-        missing = "[lora]" if spec.lora is None else 'offload.rollout = "host"'
-        yield Verdict(
-            keys=("offload.base_cpu_backup", "lora", "offload.rollout"),
-            found=f"base_cpu_backup without {missing}",
-            expected="adapters over a frozen base whose engine copy sleeps in host memory; elsewhere Miles ignores the flag",
-            fix=f"Add {missing}, or remove offload.base_cpu_backup.",
-        )
-    if spec.lora is not None and offload.rollout == "host" and not offload.base_cpu_backup:
+    if (
+        spec.job.engine == "miles"
+        and spec.lora is not None
+        and offload.rollout == "host"
+        and not offload.base_cpu_backup
+    ):
         yield Verdict(
             keys=("offload.base_cpu_backup", "lora"),
             found="LoRA over a sleeping rollout engine without base_cpu_backup",
@@ -87,25 +75,6 @@ def _reference(spec: JobSpec) -> Iterator[Verdict]:
             " weights on every rank",
             fix="Set train.kl_coef = 0, or plan the memory of the reference.",
             level="warning",
-        )
-
-
-def _peak_device(spec: JobSpec) -> Iterator[Verdict]:
-    offload = spec.offload
-    if offload.peak_device == "cpu":
-        return
-    sides = [
-        side
-        for side, where in (("train", offload.train), ("rollout", offload.rollout))
-        if where == "none"
-    ]
-    if spec.cluster.device == "cpu" or sides:
-        cause = 'device = "cpu"' if spec.cluster.device == "cpu" else f'offload.{sides[0]} = "none"'
-        yield Verdict(
-            keys=("offload.peak_device", "offload.train", "offload.rollout"),
-            found=f'peak_device = "gpu" with {cause}',
-            expected="GPUs, and both sides offloaded, so that their weights can take turns",
-            fix="Remove offload.peak_device.",
         )
 
 
@@ -162,17 +131,6 @@ COLOCATION_CHECKS = (
             source=f"{_MILES} miles/backends/megatron_utils/actor.py; docs/models/qwen/qwen3-8.md section 6",
         ),
         _reference,
-    ),
-    Check(
-        Rule(
-            id="MH245",
-            title="a GPU peak needs two sides that take turns",
-            reason="With peak_device gpu both sides' weights overlap in GPU memory during the handoff, so that host memory"
-            " never holds both; that order exists only when both sides are offloaded.",
-            arithmetic="trainer weights + engine weights of one GPU < GPU memory",
-            source="radixark/miles PR 2488 train.py (colocate-memory-peak-device)",
-        ),
-        _peak_device,
     ),
     Check(
         Rule(

@@ -15,33 +15,8 @@ ALLOCATOR = "garbage_collection_threshold:0.8,max_split_size_mb:512"
 ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _MILES = "radixark/miles 31f1ca961"
-_PRESET = {
-    "LD_PRELOAD": "the engine joins the NCCL library and the memory saver for the actors that need them",
-    "CUDA_VISIBLE_DEVICES": "Ray gives each actor its GPUs",
-    "MASTER_ADDR": "the driver gives the trainer its rendezvous",
-    "MASTER_PORT": "the driver gives the trainer its rendezvous",
-    "PYTHONPATH": "the node agent puts the frozen code there",
-    "NCCL_SOCKET_IFNAME": "network.interface decides it",
-    "GLOO_SOCKET_IFNAME": "network.interface decides it",
-    "NCCL_IB_HCA": "network.ib_hca decides it",
-    "NCCL_DEBUG": "nccl.debug decides it",
-}
-_PRESET_PREFIXES = {
-    "RAY_": "the node agent and this table configure Ray",
-    "MILES_HPC_": "the package's own names",
-    "SLURM_": "Slurm's own names",
-    "TMS_": "the engine configures the memory saver",
-}
 _REPLACEABLE = frozenset({*ALLOCATOR_NAMES, "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_"})
-_SECRET_ENDINGS = (
-    "_API_KEY",
-    "_TOKEN",
-    "_SECRET",
-    "_PASSWORD",
-    "_ACCESS_KEY",
-    "_TOKEN_ID",
-    "_TOKEN_SECRET",
-)
+"""What a user may set otherwise without breaking what the package relies on."""
 
 
 def make_environment(spec: JobSpec) -> tuple[EnvVar, ...]:
@@ -213,67 +188,16 @@ def is_plain_interface(interface: str) -> bool:
     return not interface.startswith(("^", "=")) and "," not in interface
 
 
-def allocator_settings(value: str) -> dict[str, str]:
-    """Return torch's allocator settings in `value`, keys and values in lower case."""
-    pairs = (part.partition(":") for part in value.split(","))
-    return {
-        key.strip().lower(): setting.strip().lower() for key, _, setting in pairs if key.strip()
-    }
-
-
-def _allocator(spec: JobSpec) -> Iterator[Verdict]:
-    offloads = spec.cluster.device == "gpu" and (spec.offload.train, spec.offload.rollout) != (
-        "none",
-        "none",
-    )
-    for name in ALLOCATOR_NAMES:
-        settings = allocator_settings(spec.env.get(name, ""))
-        if offloads and settings.get("expandable_segments") == "true":
-            yield Verdict(
-                keys=(f"env.{name}", "offload.train", "offload.rollout"),
-                found=f"expandable_segments:True in {name} with offload",
-                expected="no expandable segments: pausing then frees nothing, and under PYTORCH_ALLOC_CONF without an error",
-                fix=f"Remove it; the default is {ALLOCATOR}.",
-            )
-        if "per_process_memory_fraction" in settings:
-            yield Verdict(
-                keys=(f"env.{name}",),
-                found=f"per_process_memory_fraction in {name}, which reaches every process of the job",
-                expected="no job-wide cap: the rollout engines inherit it and run out of memory",
-                fix="Remove it, and size the engines with rollout.mem_fraction_static.",
-            )
-
-
 def _owned_names(spec: JobSpec) -> Iterator[Verdict]:
-    ours = {variable.name for variable in make_environment(spec) if variable.source != "spec"}
-    defaults = {
-        variable.name: variable
-        for variable in (*_python(), *_ray(), *_offline(), *_gpu(), *_cpu(spec))
-    }
+    everywhere = (*_python(), *_ray(), *_offline(), *_gpu(), *_cpu(spec))
+    ours = {variable.name: variable for variable in everywhere}
     for name in spec.env:
-        prefix = next(
-            (why for start, why in _PRESET_PREFIXES.items() if name.startswith(start)), None
-        )
-        reason = _PRESET.get(name) or prefix
-        if reason is None and name in (ours | defaults.keys()) - _REPLACEABLE:
-            reason = defaults[name].why if name in defaults else "this table sets it"
-        if reason is not None:
+        if name in ours.keys() - _REPLACEABLE:
             yield Verdict(
                 keys=(f"env.{name}",),
                 found=f"{name} in [env]",
-                expected=f"a variable that the package does not set itself ({reason})",
+                expected=f"a variable that this table does not set itself ({ours[name].why})",
                 fix="Remove it from [env].",
-            )
-
-
-def _secret_values(spec: JobSpec) -> Iterator[Verdict]:
-    for name in spec.env:
-        if name.upper().endswith(_SECRET_ENDINGS):
-            yield Verdict(
-                keys=(f"env.{name}",),
-                found=f"{name} in [env], whose value is written to the run folder",
-                expected="no secret in a spec",
-                fix="Remove it, keep the secret in a file of mode 0600 on the shared file system, and name that file.",
             )
 
 
@@ -298,32 +222,12 @@ TRAPS = {
 ENVIRONMENT_CHECKS = (
     Check(
         Rule(
-            id="MH401",
-            title="an allocator that can be paused",
-            reason="The memory saver unmaps what cudaMalloc gave out; expandable segments do not come from there. Under the"
-            " variable's newer name the saver does not notice, and pausing frees nothing. A job-wide memory fraction also"
-            " caps the rollout engines.",
-            source="measured with torch_memory_saver 0.0.10; torch_memory_saver issue 24, pull request 25",
-        ),
-        _allocator,
-    ),
-    Check(
-        Rule(
             id="MH402",
             title="variables with one owner",
             reason="A variable that is set twice has one value that its reader did not expect.",
             source="docs/reference/environment.md",
         ),
         _owned_names,
-    ),
-    Check(
-        Rule(
-            id="MH403",
-            title="no secret in a spec",
-            reason="The spec, the plan and the handoff are stored in the run folder and Ray logs environments in clear.",
-            source=f"{_MILES} miles/rollout/agentic/credentials.py",
-        ),
-        _secret_values,
     ),
     Check(
         Rule(

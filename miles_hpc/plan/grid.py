@@ -48,13 +48,6 @@ def _has_ranks(spec: JobSpec) -> Iterator[Verdict]:
             expected="at least one GPU on each node",
             fix='Set cluster.gpus_per_node, or device = "cpu".',
         )
-    if cluster.device == "cpu" and cluster.gpus_per_node > 0:
-        yield Verdict(
-            keys=("cluster.gpus_per_node", "cluster.device"),
-            found=f'device "cpu" with gpus_per_node = {cluster.gpus_per_node}',
-            expected="no GPU on a CPU job",
-            fix='Remove cluster.gpus_per_node, or set device = "gpu".',
-        )
 
 
 def _dense_grid(spec: JobSpec) -> Iterator[Verdict]:

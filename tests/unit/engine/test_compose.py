@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from miles_hpc.engine.compose import (
+    all_rules,
     compose_plan,
     draft_plan,
-    plan_rules,
     require_drivable,
 )
 from miles_hpc.engine.miles import MILES_CHECKS
@@ -93,15 +93,16 @@ def test_a_refused_plan_with_a_sound_layout_still_has_its_json():
 
 
 LIMITS = [
-    ("MH501", {"model.family": "qwen3_moe"}, "qwen3_moe"),
-    ("MH501", {"model.num_experts": 8, "parallel.sequence_parallel": True}, "experts"),
-    ("MH501", {"model.megatron_checkpoint": "/x"}, "megatron_checkpoint"),
-    ("MH502", {"cluster.device": "gpu", "cluster.gpus_per_node": 8}, "on GPUs"),
-    ("MH502", {"rollout.top_p": 0.9}, "top_p = 0.9"),
+    ("MH501", {"model.num_mtp_layers": 1}, "num_mtp_layers = 1"),
+    ("MH501", {"model.attention_bias": True}, "attention_bias"),
+    (
+        "MH501",
+        {"model.num_query_groups": 24},
+        "num_attention_heads(64) % num_query_groups(24) = 16",
+    ),
+    ("MH502", {"parallel.cp": 2}, "cp(2)"),
     ("MH502", {"rollout.gpus_per_engine": 2, "cluster.num_nodes": 2}, "one process"),
-    ("MH503", {"lora": {"rank": 8, "alpha": 8.0, "dropout": 0.1}}, "dropout = 0.1"),
-    ("MH503", {"train.optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
-    ("MH503", {"data": {"source": "jsonl", "path": "/x"}}, "jsonl"),
+    ("MH503", {"lora": None}, "no [lora] table"),
     ("MH504", {"model.train_dtype": "bf16"}, "cpu_dtype"),
     ("MH504", {"model.rollout_quantisation": "fp8"}, "fp8"),
 ]
@@ -118,8 +119,6 @@ def test_the_native_engine_has_nothing_against_the_demo_shape():
 
 
 MILES_LIMITS = [
-    ("MH551", {"cluster.device": "cpu", "cluster.gpus_per_node": 0}, 'device = "cpu"'),
-    ("MH551", {"rollout.engine": "transformers"}, "transformers"),
     ("MH551", {"model.weights": "random"}, "random"),
     ("MH552", {"model.rollout_quantisation": "fp8"}, "fp8"),
     ("MH553", {"engine.miles.extra_args": {"use-kl-loss": True}}, "use-kl-loss"),
@@ -135,7 +134,7 @@ def test_the_miles_engine_refuses_what_it_cannot_do(rule, changes, text):
 
 
 def test_rule_ids_are_unique_and_their_pages_complete():
-    rules = plan_rules()
+    rules = all_rules()
     assert len({rule.id for rule in rules}) == len(rules)
     for rule in rules:
         assert rule.title and rule.reason and rule.source, rule.id
@@ -145,4 +144,5 @@ def test_every_rule_can_be_broken_by_some_test():
     """A rule that no test breaks may be one that cannot speak."""
     tests = Path(__file__).resolve().parents[1]
     text = "".join(path.read_text(encoding="utf-8") for path in tests.rglob("test_*.py"))
-    assert [rule.id for rule in plan_rules() if f'"{rule.id}"' not in text] == []
+    ours = [rule.id for rule in all_rules() if not rule.id.startswith("MH1")]
+    assert [name for name in ours if f'"{name}"' not in text] == []

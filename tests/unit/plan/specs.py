@@ -34,6 +34,7 @@ NATIVE: dict[str, Any] = {
     "job.engine": "native",
     "engine": {"native": {}},
     "data": {"source": "reasoning_gym", "task": "chain_sum"},
+    "lora": {"rank": 8, "alpha": 16.0},
     "model.train_dtype": "bf16",
 }
 

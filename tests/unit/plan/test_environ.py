@@ -4,7 +4,6 @@ import pytest
 
 from miles_hpc.plan.environ import (
     ALLOCATOR,
-    allocator_settings,
     is_plain_interface,
     make_environment,
 )
@@ -72,11 +71,3 @@ def test_a_pattern_is_left_to_the_node(pattern):
     table = values(spec_of(network__interface=pattern))
     assert "GLOO_SOCKET_IFNAME" not in table
     assert "NCCL_SOCKET_IFNAME" not in table
-
-
-def test_allocator_settings_are_read_as_torch_reads_them():
-    assert allocator_settings(" max_split_size_mb:512, Expandable_Segments:True,") == {
-        "max_split_size_mb": "512",
-        "expandable_segments": "true",
-    }
-    assert allocator_settings("") == {}

@@ -116,7 +116,6 @@ def test_an_engine_that_leaves_gpus_out_is_refused_with_the_nearest_sizes(size, 
 
 BROKEN = [
     ("MH201", {"cluster.gpus_per_node": 0}, "gpus_per_node = 0"),
-    ("MH201", {"cluster.device": "cpu"}, "gpus_per_node = 8"),
     ("MH202", {"parallel.pp": 3, "model.num_layers": 60}, "8 = 2 * 3 + 2"),
     ("MH203", {"parallel.ep": 16, "model.num_experts": 64}, "8 = 0 * 16 + 8"),
     ("MH204", {"parallel.tp": 8, "model.num_attention_heads": 36}, "num_attention_heads(36) % tp(8) = 4"),
