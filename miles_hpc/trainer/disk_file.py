@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 from typing import Literal
 
-from miles_hpc.errors import MilesHpcError
+from miles_hpc.errors import DriverError
 from miles_hpc.filesystem import resident_bytes
 from miles_hpc.trainer.disk_layout import ALIGNMENT_BYTES, round_up
 from miles_hpc.units import format_bytes
@@ -44,7 +44,7 @@ _ADVICE = {
 }
 
 
-class DiskOffloadError(MilesHpcError):
+class DiskOffloadError(DriverError):
     """Offloaded bytes could not be written or read back; nothing was freed before its bytes were safe."""
 
 

@@ -7,17 +7,15 @@ that the disk does not already cost. Knows nothing of what the bytes mean.
 
 import contextlib
 import itertools
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 from miles_hpc.trainer.disk_file import DiskFile, DiskOffloadError
 from miles_hpc.trainer.disk_layout import ALIGNMENT_BYTES, StreamLayout, round_up
-from miles_hpc.units import format_bytes
+from miles_hpc.trainer.pinned import PinnedMemory
 
 REQUESTS_IN_FLIGHT = 8
 """Slots, and so requests in flight at most; measured, docs/measurements/offload.md."""
@@ -45,52 +43,27 @@ class Staging:
         self.block_bytes = total // slots // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.device = device
         self.num_bytes = self.block_bytes * slots
-        try:
-            self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise DiskOffloadError(
-                f"staging: {format_bytes(self.num_bytes)} of host memory: {error}; expected 2 * offload.chunk to be "
-                "free for each rank. Lower offload.chunk or ask for more memory."
-            ) from error
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._tensor: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8).zero_()
-        self._pinned = device.type == "cuda"
-        if self._pinned:
-            _check_cuda(_cudart().cudaHostRegister(self._tensor.data_ptr(), self.num_bytes, 0))
-        self.slots = tuple(
-            Slot(self, self._tensor.narrow(0, i * self.block_bytes, self.block_bytes), i)
-            for i in range(slots)
-        )
-
-    def view(self, start: int, num_bytes: int) -> memoryview:
-        """Return the raw memory of a part, for the disk requests."""
-        return memoryview(self._map)[start : start + num_bytes]
+        self.memory = PinnedMemory(self.num_bytes, device, purpose="offload staging")
+        self.slots = tuple(Slot(self, index) for index in range(slots))
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""
-        if self._tensor is None:
-            return
-        if self._pinned:
-            _check_cuda(_cudart().cudaHostUnregister(self._tensor.data_ptr()))
         self.slots = ()
-        self._tensor = None
-        with contextlib.suppress(BufferError):  # a view somewhere still lives: freed with it
-            self._map.close()
+        self.memory.close()
 
 
 class Slot:
     """One worker's part of the staging memory."""
 
-    def __init__(self, staging: Staging, tensor: torch.Tensor, index: int) -> None:
-        self.tensor = tensor
-        self._staging = staging
+    def __init__(self, staging: Staging, index: int) -> None:
+        self._memory, self._device = staging.memory, staging.device
         self._start = index * staging.block_bytes
+        self.tensor = self._memory.tensor.narrow(0, self._start, staging.block_bytes)
         self.stream = _stream_of(staging.device)
 
     def memory(self, num_bytes: int) -> memoryview:
         """Return the first `num_bytes` for a disk request."""
-        return self._staging.view(self._start, num_bytes)
+        return self._memory.view(self._start, num_bytes)
 
     @contextlib.contextmanager
     def copying(self, ready: "torch.cuda.Event | None") -> Iterator[None]:
@@ -98,7 +71,7 @@ class Slot:
         if self.stream is None:
             yield
             return
-        with torch.cuda.device(self._staging.device), torch.cuda.stream(self.stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream):
             if ready is not None:
                 self.stream.wait_event(ready)
             yield
@@ -194,11 +167,3 @@ def _work_queued_so_far(device: torch.device) -> "torch.cuda.Event | None":
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _cudart() -> Any:  # noqa: ANN401 - the binding has no types
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _check_cuda(result: object) -> None:
-    torch.cuda.check_error(int(result))  # type: ignore[call-overload]

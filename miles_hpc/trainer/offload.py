@@ -1,21 +1,23 @@
 """What happens to a trainer rank's memory during rollout, as `offload.train` says: disk, host memory, or nothing.
 
-The disk side is `trainer.disk_offload`; this module chooses, measures the process's memory around each move, and names
-the folder. Knows no model: it is given the tensors.
+The disk side is `trainer.disk_offload`, the host side `trainer.host_arena`; this module chooses, measures the process's
+memory around each move, and names the folder. Knows no model: it is given the tensors.
 """
 
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from miles_hpc import filesystem
 from miles_hpc.spec.job import OffloadTable
-from miles_hpc.trainer.disk_offload import DiskOffload, ResizedStorages, as_bytes, distinct_storages
+from miles_hpc.trainer.disk_offload import DiskOffload, Moved
+from miles_hpc.trainer.host_arena import HostArena
 from miles_hpc.trainer.rank_dir import rank_dir_from_environ
 
 
@@ -27,13 +29,17 @@ class Move:
         bytes: moved; 0 when there was nothing to do.
         rss_before / rss_after: resident memory of this process, in bytes.
         path: the file; "" when no file is involved.
+        direct: the file was written or read by direct I/O.
+        cached: bytes of the file left in the page cache.
     """
 
     bytes: int
     seconds: float
     rss_before: int
     rss_after: int
-    path: str
+    path: str = ""
+    direct: bool = False
+    cached: int = 0
 
 
 class Shelf(Protocol):
@@ -55,12 +61,16 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _measured(move: Callable[[], int], path: str) -> Move:
+def _measured(move: Callable[[], Moved | None]) -> Move:
+    """Run `move` between two looks at this process's memory; None stands for nothing to do."""
     started, before = time.monotonic(), resident_bytes()
-    count = move()
-    seconds = time.monotonic() - started
+    moved = move()
     return Move(
-        bytes=count, seconds=seconds, rss_before=before, rss_after=resident_bytes(), path=path
+        bytes=0 if moved is None else moved.num_bytes,
+        seconds=time.monotonic() - started,
+        rss_before=before,
+        rss_after=resident_bytes(),
+        direct=moved is not None and bool(moved.direct),
     )
 
 
@@ -77,19 +87,19 @@ class DiskShelf:
 
     def offload(self, tensors: Sequence[Tensor]) -> Move:
         """Write `tensors` to the file, then free their memory."""
-
-        def move() -> int:
-            return 0 if self._disk.is_out else self._disk.offload(tensors).num_bytes
-
-        return _measured(move, str(self._disk.path))
+        return self._with_file(
+            _measured(lambda: None if self._disk.is_out else self._disk.offload(tensors))
+        )
 
     def onload(self) -> Move:
         """Read everything back."""
+        return self._with_file(
+            _measured(lambda: self._disk.onload() if self._disk.is_out else None)
+        )
 
-        def move() -> int:
-            return self._disk.onload().num_bytes if self._disk.is_out else 0
-
-        return _measured(move, str(self._disk.path))
+    def _with_file(self, move: Move) -> Move:
+        path = self._disk.path
+        return replace(move, path=str(path), cached=filesystem.resident_bytes(path))
 
     def close(self) -> None:
         """Remove the file and its folder."""
@@ -98,51 +108,22 @@ class DiskShelf:
 
 
 class HostShelf:
-    """Pinned host memory for CUDA tensors, kept between moves: allocating it takes longer than the copy."""
+    """One arena of pinned host memory, kept between moves."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._memory = device, ResizedStorages()
-        self._out: tuple[torch.UntypedStorage, ...] = ()
-        self._copies: list[Tensor] = []
+        self._arena = HostArena(device=device)
 
     def offload(self, tensors: Sequence[Tensor]) -> Move:
-        """Copy the storages of `tensors` to the host, then free them on the GPU."""
-
-        def move() -> int:
-            if self._out:
-                return 0
-            storages = distinct_storages(tensors, self._device)
-            sizes = [storage.size() for storage in storages]
-            if [copy.numel() for copy in self._copies] != sizes:
-                self._copies = [
-                    torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes
-                ]
-            for storage, copy in zip(storages, self._copies, strict=True):
-                copy.copy_(as_bytes(storage))
-            self._memory.release(storages)
-            self._out = storages
-            return sum(sizes)
-
-        return _measured(move, "")
+        """Copy `tensors` to the arena, then free them on the GPU."""
+        return _measured(lambda: None if self._arena.is_out else self._arena.offload(tensors))
 
     def onload(self) -> Move:
         """Copy everything back."""
-
-        def move() -> int:
-            storages, self._out = self._out, ()
-            sizes = [copy.numel() for copy in self._copies]
-            if not storages:
-                return 0
-            self._memory.restore(storages, sizes)
-            for storage, copy in zip(storages, self._copies, strict=True):
-                as_bytes(storage).copy_(copy)
-            return sum(sizes)
-
-        return _measured(move, "")
+        return _measured(lambda: self._arena.onload() if self._arena.is_out else None)
 
     def close(self) -> None:
-        """Free the host copies."""
-        self._copies = []
+        """Give the arena back."""
+        self._arena.close()
 
 
 class NoShelf:
@@ -150,11 +131,11 @@ class NoShelf:
 
     def offload(self, tensors: Sequence[Tensor]) -> Move:
         """Do nothing."""
-        return _measured(lambda: 0, "")
+        return _measured(lambda: None)
 
     def onload(self) -> Move:
         """Do nothing."""
-        return _measured(lambda: 0, "")
+        return _measured(lambda: None)
 
     def close(self) -> None:
         """Do nothing."""
