@@ -1,0 +1,48 @@
+"""The Ray actor around a trainer rank or a rollout engine: builds it inside its own process and passes calls on.
+
+The driver therefore imports neither torch nor megatron-core to start them. Knows nothing of what is hosted.
+"""
+
+import importlib
+import os
+import socket
+from typing import Any
+
+import ray
+
+from miles_hpc.probe.nccl_hook import NcclProof, prove_nccl
+
+
+class Host:
+    """One hosted object; its class is imported on `build`, not before."""
+
+    def __init__(self) -> None:
+        self._hosted: Any = None
+
+    def build(self, module: str, name: str, *args: object) -> str:
+        """Import class `name` of `module`, make one with `args`, and return this node's name."""
+        self._hosted = getattr(importlib.import_module(module), name)(*args)
+        return os.environ.get("MILES_HPC_NODE", socket.gethostname())
+
+    def call(self, method: str, *args: object) -> Any:
+        """Return what `method` of the hosted object returns."""
+        return getattr(self._hosted, method)(*args)
+
+    def free_address(self) -> tuple[str, int]:
+        """Return this node's address in Ray and a port that is free now, for torch's rendezvous."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+            return address, int(listener.getsockname()[1])
+
+    def prove_nccl(self, expected_code: int) -> NcclProof:
+        """Return which NCCL the calls of this process reach."""
+        return prove_nccl(expected_code)
+
+
+class TrainerHost(Host):
+    """A `Host` under a name that tells process lists what it is."""
+
+
+class RolloutHost(Host):
+    """A `Host` under a name that tells process lists what it is."""
