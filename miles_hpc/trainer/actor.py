@@ -137,7 +137,7 @@ class TrainActor:
         policy = self.policy
         tensors: list[torch.Tensor] = [*policy.model.parameters(), *policy.model.buffers()]
         tensors += [buffer.grad_data for buffer in policy.ddp.buffers]
-        for state in policy.optimizer.state.values():
+        for _, state in policy.optimizer.state.items():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return tensors
 
