@@ -17,7 +17,6 @@ from miles_hpc.plan.layout import LAYOUT_CHECKS, make_layout, make_rollout_layou
 from miles_hpc.plan.plan import EnvVar, Plan
 from miles_hpc.plan.rules import CHECKS, nearest_fits
 from miles_hpc.spec.checks import SPEC_RULES
-from miles_hpc.spec.checks import SPEC_RULES
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 
