@@ -41,6 +41,13 @@ def owned_processes(tag: str, *, descendants: bool = True) -> frozenset[int]:
     return frozenset(tagged)
 
 
+def has_living_children(pid: int) -> bool:
+    """Say whether any process that has not ended has `pid` as its parent."""
+    return any(
+        _live_parent(entry) == pid for entry in Path("/proc").iterdir() if entry.name.isdigit()
+    )
+
+
 def end_survivors(tag: str, children: Sequence[Child], *, grace_s: float) -> tuple[str, ...]:
     """End every process of this job on this node; return a description of each that had to be killed."""
     end_s = time.monotonic() + grace_s

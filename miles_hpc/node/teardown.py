@@ -14,7 +14,7 @@ from pathlib import Path
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.scratch import JobFolder
 from miles_hpc.node.supervise import POLL_S, Child
-from miles_hpc.node.survivors import end_survivors, owned_processes
+from miles_hpc.node.survivors import end_survivors, has_living_children, owned_processes
 from miles_hpc.run.events import Kind
 
 _RAY_GRACE_S = 10.0
@@ -73,8 +73,7 @@ def stop_node(context: NodeContext, resources: NodeResources) -> None:
     start_s = time.monotonic()
     shared = shared_memory_files(owned_processes(context.job_tag))
     if resources.ray is not None:
-        # Its leader alone: it ends its own children in order, and waits in vain for those that others have ended.
-        resources.ray.terminate(grace_s=_RAY_GRACE_S)
+        stop_ray(resources.ray)
     if resources.probe is not None:
         resources.probe.terminate(grace_s=0.0)
     killed = end_survivors(context.job_tag, resources.children(), grace_s=_SURVIVOR_GRACE_S)
@@ -87,6 +86,16 @@ def stop_node(context: NodeContext, resources: NodeResources) -> None:
     context.events.append(
         Kind.TEARDOWN, seconds=round(time.monotonic() - start_s, 3), killed=list(killed)
     )
+
+
+def stop_ray(ray: Child) -> None:
+    """End Ray's launcher, which ends its own children in order.
+
+    Signalled with them at once, or while it starts, it may wait for seconds after they have gone; without children it has
+    nothing left to do.
+    """
+    leader = ray.process.pid
+    ray.terminate(grace_s=_RAY_GRACE_S, cut=lambda: not has_living_children(leader))
 
 
 def wait_for_workers(

@@ -37,12 +37,17 @@ def judge(context: NodeContext, error: MilesHpcError) -> Outcome:
     """Return the outcome that `error` means, and tell the other nodes of it."""
     if isinstance(error, HeadStoppedError):
         return Outcome(state="COMPLETED", exit_code=0, reason="the head ended the attempt")
-    cancelled = isinstance(error, StopRequestedError)
+    # A scheduler that ends a job signals all its processes: what fails then fails because of that.
+    cancelled = context.stop.signal_name is not None
     if isinstance(error, NodeFailedError):
-        cancelled = error.failure.kind == StopRequestedError.__name__
-    reason = f"{context.node}: {error}" if isinstance(error, StopRequestedError) else str(error)
+        cancelled = cancelled or error.failure.kind == StopRequestedError.__name__
+    reason = str(error)
+    if cancelled and not isinstance(error, NodeFailedError):
+        reason = f"{context.node}: told to stop by {context.stop.signal_name}"
     outcome = Outcome(
-        state="CANCELLED" if cancelled else "FAILED", exit_code=error.exit_code, reason=reason
+        state="CANCELLED" if cancelled else "FAILED",
+        exit_code=StopRequestedError.exit_code if cancelled else error.exit_code,
+        reason=reason,
     )
     log.error("%s", reason)
     with contextlib.suppress(OSError):
@@ -50,7 +55,7 @@ def judge(context: NodeContext, error: MilesHpcError) -> Outcome:
     if not context.is_head:
         failure = NodeFailure(
             node=context.node,
-            kind=type(error).__name__,
+            kind=StopRequestedError.__name__ if cancelled else type(error).__name__,
             message=reason,
             exit_code=error.exit_code,
         )
