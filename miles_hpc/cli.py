@@ -290,7 +290,7 @@ def _print_status(now: "Status", *, as_json: bool) -> None:
         ("reason", now.reason or None),
     ):
         if value is not None:
-            print(f"{name:<17}{value}")
+            print(f"{name:<17}{_printable(str(value))}")
 
 
 def _wait(run_dir: Path) -> NoReturn:
@@ -306,6 +306,8 @@ def _wait(run_dir: Path) -> NoReturn:
             file=sys.stderr,
         )
         sys.exit(_DETACHED_EXIT_CODE)
+    if "\n" in last.reason:
+        print(_printable(last.reason), file=sys.stderr)
     sys.exit(exit_code_of(last))
 
 

@@ -162,7 +162,8 @@ def describe(state: Status, progress: Progress) -> str:
         phase = f" {progress.phase}" if progress.phase else ""
         of = "" if progress.phase_step is None else f" of step {progress.phase_step}"
         return f"{attempt}{state.state}{phase}{of if phase else ''}  {figures(progress)}".rstrip()
-    return f"{attempt}{state.state}" + (f": {state.reason}" if state.reason else "")
+    reason, _, more = state.reason.partition("\n")
+    return f"{attempt}{state.state}" + (f": {reason}" if reason else "") + (" ..." if more else "")
 
 
 def figures(progress: Progress) -> str:

@@ -3,7 +3,7 @@
 The only module that imports submitit. Its payload is `os.execv` of the node command and nothing else, so what runs is what
 `job.sbatch` runs; submitit's signal handler, requeue and result pickles are never used. Knows no state of a running job.
 
-`python -m miles_hpc.launch.submit RUN_DIR TIMEOUT_S` is the child that starts a local controller.
+`python -m miles_hpc.launch.submit RUN_DIR TIME_LIMIT_S` is the child that starts a local controller.
 """
 
 import contextlib
@@ -112,10 +112,15 @@ def submit_local(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
         SubmitError: if the controller could not be started.
     """
     path = os.pathsep.join(filter(None, (handoff.code_dir, os.environ.get("PYTHONPATH"))))
-    # The agents keep the time limit. The controller, which ends with SIGINT and SIGKILL a second later, only backs them up.
-    timeout_s = spec.job.time_limit + 2 * spec.agent.stop_grace + _LOCAL_START_TIMEOUT_S
     done = run_short(
-        (sys.executable, "-P", "-m", "miles_hpc.launch.submit", str(run.root), f"{timeout_s:.0f}"),
+        (
+            sys.executable,
+            "-P",
+            "-m",
+            "miles_hpc.launch.submit",
+            str(run.root),
+            f"{spec.job.time_limit:.0f}",
+        ),
         timeout_s=_LOCAL_START_TIMEOUT_S,
         environ={**os.environ, "PYTHONPATH": path, "SUBMITIT_LOG_LEVEL": "NOCONFIG"},
     )
@@ -129,7 +134,7 @@ def submit_local(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
     return str(job["job_id"])
 
 
-def _start_local(run: RunDir, timeout_s: float) -> None:
+def _start_local(run: RunDir, time_limit_s: float) -> None:
     """Start submitit's controller from a fresh session, with its output in submission/controller.log."""
     handoff = read_handoff(run.handoff)
     os.setsid()
@@ -148,7 +153,8 @@ def _start_local(run: RunDir, timeout_s: float) -> None:
         nodes=1,
         tasks_per_node=handoff.num_nodes,
         gpus_per_node=handoff.gpus_per_node * handoff.num_nodes,
-        timeout_min=timeout_s / 60,
+        # Then the controller sends SIGINT and, a second later, SIGKILL; the agents clean up after both.
+        timeout_min=time_limit_s / 60,
         signal_delay_s=0,
         stderr_to_stdout=True,
     )
@@ -160,6 +166,7 @@ def _start_local(run: RunDir, timeout_s: float) -> None:
             "job_id": str(job.job_id),
             "cluster": "local",
             "submitted_s": started_s,
+            "time_limit_s": time_limit_s,
             "host": socket.gethostname(),
             "start_ticks": process_start_ticks(int(job.job_id)),
         },

@@ -113,9 +113,26 @@ def report(run: RunDir, job: JobReference | None, view: QueueView) -> Status:
     attempt = _attempt_of(attempts, job)
     verdict = None if attempt is None else read_verdict(attempt)
     if verdict is not None and verdict.state != "REQUEUED":
-        state, exit_code, reason = verdict.state, verdict.exit_code, verdict.reason
-        return _status(run, job, number, (state, exit_code, reason), verdict)
+        return _status(run, job, number, _judged(verdict, job, view, attempt), verdict)
     return _status(run, job, number, _without_verdict(run, job, view, attempt, verdict), verdict)
+
+
+def _judged(
+    verdict: Verdict, job: JobReference | None, view: QueueView, attempt: AttemptDir | None
+) -> tuple[State, int | None, str]:
+    """Return what the verdict says; a stop that nobody asked for but the time limit is a failure."""
+    if verdict.state != "CANCELLED" or job is None or job.cancel_requested:
+        return verdict.state, verdict.exit_code, verdict.reason
+    limit_s = job.details.get("time_limit_s")
+    identity = None if attempt is None else read_identity(attempt)
+    is_over = (
+        isinstance(limit_s, int | float)
+        and identity is not None
+        and verdict.ended_s - identity.started_s >= limit_s
+    )
+    if view.word == "TIMEOUT" or is_over:
+        return "FAILED", verdict.exit_code, f"job.time_limit is over; {verdict.reason}"
+    return verdict.state, verdict.exit_code, verdict.reason
 
 
 def _status(
