@@ -54,14 +54,14 @@ class TrainActor:
         self._shelf: Shelf | None = None
         self._step = 0
 
-    def start(self, master_address: str, master_port: int) -> None:
+    def start(self, rendezvous_address: str, rendezvous_port: int) -> None:
         """Join the process group; returns when all ranks have joined."""
         self._grid = start_grid(
             self.spec,
             rank=self.rank,
             world_size=self.world_size,
-            master_address=master_address,
-            master_port=master_port,
+            rendezvous_address=rendezvous_address,
+            rendezvous_port=rendezvous_port,
         )
 
     @property

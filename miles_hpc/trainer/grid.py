@@ -58,7 +58,7 @@ class Grid:
 
 
 def start_grid(
-    spec: JobSpec, *, rank: int, world_size: int, master_address: str, master_port: int
+    spec: JobSpec, *, rank: int, world_size: int, rendezvous_address: str, rendezvous_port: int
 ) -> Grid:
     """Join the process group and lay the Megatron grid over it; returns when every rank has joined.
 
@@ -80,7 +80,7 @@ def start_grid(
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{master_address}:{master_port}",
+        init_method=f"tcp://{rendezvous_address}:{rendezvous_port}",
         rank=rank,
         world_size=world_size,
         timeout=timeout,
