@@ -41,7 +41,6 @@ FORBIDDEN_MODULE_WORDS = {
 # The vocabulary of docs/design.md: one word per idea, so these name nothing of ours.
 FORBIDDEN_WORDS = {
     "framework",
-    "generator",
     "helper",
     "hybrid",
     "master",
