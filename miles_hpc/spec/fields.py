@@ -23,6 +23,7 @@ from miles_hpc.units import Bytes, Seconds, parse_bytes, parse_seconds
 
 LONGEST_TIME_S = 366 * 86400.0
 """Slurm counts a limit in minutes in 32 bits; a year is far below that and above any real limit."""
+_A_YEAR = "a duration of at most a year (366 days)"
 NO_LIMIT_WORDS = frozenset({"unlimited", "infinite", "infinity", "none", "-1", "partition_limit"})
 
 
@@ -69,12 +70,14 @@ def _duration(value: object) -> Seconds:
         )
     try:
         seconds = parse_seconds(value)
+        if seconds > LONGEST_TIME_S:
+            raise OverflowError
         # Microseconds, so that the dumped text below reads back as the same number.
         return Seconds(round(float(seconds), 6))
     except ValueError as error:
         raise ValueError(_as_noun(error)) from error
     except OverflowError as error:
-        raise ValueError("a duration of at most a year") from error
+        raise ValueError(_A_YEAR) from error
 
 
 def _time_limit(value: object) -> object:
@@ -90,12 +93,6 @@ def _finite_limit(seconds: Seconds) -> Seconds:
         raise ValueError(
             "a time limit above zero, such as '4h'; Slurm reads a limit of 0 as no limit at all"
         )
-    return _at_most_a_year(seconds)
-
-
-def _at_most_a_year(seconds: Seconds) -> Seconds:
-    if seconds > LONGEST_TIME_S:
-        raise ValueError("a duration of at most a year (366 days)")
     return seconds
 
 
@@ -182,7 +179,6 @@ PositiveSize = Annotated[Size, AfterValidator(_not_zero), Words("size above 0")]
 Duration = Annotated[
     Seconds,
     BeforeValidator(_duration),
-    AfterValidator(_at_most_a_year),
     _DURATION_TEXT,
     _DURATION_SCHEMA,
     Words("duration"),
@@ -192,7 +188,6 @@ Deadline = Annotated[
     Seconds,
     BeforeValidator(_duration),
     AfterValidator(_above_zero),
-    AfterValidator(_at_most_a_year),
     _DURATION_TEXT,
     _DURATION_SCHEMA,
     Words("duration above 0"),
@@ -211,6 +206,8 @@ TimeLimit = Annotated[
 
 Line = Annotated[str, AfterValidator(_line), Words("text")]
 """Text on one line."""
+FilledLine = Annotated[str, Field(min_length=1), AfterValidator(_line), Words("text")]
+"""Text on one line that says something."""
 Text = Annotated[str, AfterValidator(_text), Words("text (lines)")]
 """Text that may hold line breaks and tabs."""
 SlurmName = Annotated[

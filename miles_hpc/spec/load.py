@@ -160,7 +160,9 @@ class _Merged:
             path = (*prefix, name)
             old = below.get(name)
             if isinstance(old, dict) and isinstance(value, dict):
-                self.origins[path] = _Origin(layer.label, layer.lines.get(path, 1), layer.kind)
+                # What is missing in a table is told where a spec file opens it.
+                if layer.kind == "file":
+                    self.origins[path] = _Origin(layer.label, layer.lines.get(path, 1), layer.kind)
                 self.overlay(old, value, path, layer)
                 continue
             if old is not None:

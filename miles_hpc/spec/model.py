@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from miles_hpc.spec.fields import FilePath, Line, Table, Word, ascending
+from miles_hpc.spec.fields import FilePath, FilledLine, Table, Word, ascending
 
 Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["fp32", "bf16"]
@@ -21,7 +21,7 @@ class ModelTable(Table):
     """Name used in logs and the run folder's name."""
     family: Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm_dsa"]
     """Architecture family; it decides the layer specification and the weight names. The native engine trains llama and qwen3."""
-    shape_source: Line
+    shape_source: FilledLine
     """Where the shape below was read: a config.json, a paper or a repository file with its revision."""
     weights: Literal["checkpoint", "package_gguf", "random"] = "checkpoint"
     """Where the weights come from: a Hugging Face `checkpoint` folder, a GGUF file inside an installed Python package (`package_gguf`, dequantised once into the run's cache), or `random` (seeded; for tests)."""

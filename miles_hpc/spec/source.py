@@ -71,17 +71,17 @@ def read_chain(sources: Sources, path: Path, kind: Kind, chain: Sequence[Path] =
     content = _read_bytes(sources, path)
     if content is None:
         return
-    document = _parse(sources, str(path), content)
+    document = _parse(sources, _label(path), content)
     if document is None:
         return
     values, lines = document
     _keep(sources, path, kind, content)
     line = lines.get(("extends",), 1)
-    for base in _extended(sources, str(path), values.pop("extends", []), line):
+    for base in _extended(sources, _label(path), values.pop("extends", []), line):
         _read_base(sources, (path.parent / base), kind, (*chain, path), line)
     sources.layers.append(
         Layer(
-            label=str(path),
+            label=_label(path),
             kind=kind,
             folder=path.parent.absolute(),
             values=values,
@@ -97,10 +97,10 @@ def _read_base(
     if real in {os.path.realpath(path) for path in chain}:
         sources.unreadable(
             SpecFault(
-                label=str(chain[-1]),
+                label=_label(chain[-1]),
                 line=line,
                 key="extends",
-                found="a cycle: " + " -> ".join(str(path) for path in (*chain, base)),
+                found="a cycle: " + " -> ".join(_label(path) for path in (*chain, base)),
                 expected="files that end in one that extends nothing",
             )
         )
@@ -108,7 +108,7 @@ def _read_base(
     if not base.exists():
         sources.unreadable(
             SpecFault(
-                label=str(chain[-1]),
+                label=_label(chain[-1]),
                 line=line,
                 key="extends",
                 found=f"no file {format_value(str(base))}",
@@ -154,12 +154,13 @@ def _read_bytes(sources: Sources, path: Path) -> bytes | None:
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or str(error)
     sources.unreadable(
-        SpecFault(label=_one_line(path), line=0, key="", found=found, expected=expected)
+        SpecFault(label=_label(path), line=0, key="", found=found, expected=expected)
     )
     return None
 
 
-def _one_line(path: Path) -> str:
+def _label(path: Path) -> str:
+    """Return the path as the user named it, quoted when it could break a line."""
     return format_value(str(path)) if not str(path).isprintable() else str(path)
 
 
