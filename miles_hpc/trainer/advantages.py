@@ -21,6 +21,7 @@ def group_advantages(
     Args:
         rewards: reward of each sample.
         groups: group of each sample, in the same order; a group's samples need not be neighbours.
+        normalise: divide by the standard deviation.
 
     Source: Shao et al. 2024, DeepSeekMath, section 4.1 (arXiv:2402.03300); Liu et al. 2025 (arXiv:2503.20783) for the centred form.
     """

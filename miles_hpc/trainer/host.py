@@ -24,7 +24,7 @@ class Host:
         self._hosted = getattr(importlib.import_module(module), name)(*args)
         return os.environ.get("MILES_HPC_NODE", socket.gethostname())
 
-    def call(self, method: str, *args: object) -> Any:
+    def call(self, method: str, *args: object) -> object:
         """Return what `method` of the hosted object returns."""
         return getattr(self._hosted, method)(*args)
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from miles_hpc.errors import DriverError
 from miles_hpc.paths import RunDir
@@ -35,6 +35,7 @@ from miles_hpc.trainer.startup import Actors, native_table, precision
 from miles_hpc.trainer.weight_sync import sync_weights
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 TRAINER = "trainer"
 """Folder of the trainer ranks' files inside a checkpoint."""
@@ -342,7 +343,7 @@ def _count_zero_groups(samples: Sequence[Sample], advantages: Sequence[float]) -
     return len({sample.group for sample in samples} - taught)
 
 
-def _only(results: Sequence[Any]) -> Any:
+def _only(results: Sequence[_T | None]) -> _T:
     """Return the result of the first rank that has one; ranks that hold no part of it return None."""
     for result in results:
         if result is not None:

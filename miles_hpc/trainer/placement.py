@@ -46,6 +46,7 @@ def make_bundles(layout: Layout, cpus_per_rank: int) -> tuple[Bundle, ...]:
     """Return one bundle for each rank, in rank order.
 
     Args:
+        layout: the trainer's grid.
         cpus_per_rank: CPUs that a rank and its engine share.
     """
     return tuple(
@@ -65,6 +66,7 @@ def find_shortages(
     """Return, for each node that cannot hold its bundles, what it lacks, with the arithmetic.
 
     Args:
+        bundles: all bundles of the job.
         nodes: resources of each live Ray node.
     """
     shortages = []

@@ -175,6 +175,7 @@ def sample_tokens(
     Args:
         logits_BV: any float type; computed in float32, summed in float64.
         uniforms_B: draws in [0, 1), float64.
+        temperature: divides the logits; the logprobs are those at this temperature.
 
     Returns:
         tokens [B] int64 and their logprobs [B] float32 under that same distribution.

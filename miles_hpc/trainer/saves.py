@@ -77,6 +77,9 @@ def export_adapter(folder: Path, state: PeftState, config: AdapterConfig, base: 
     """Write a folder that `peft.PeftModel.from_pretrained` loads.
 
     Args:
+        folder: made if it is not there.
+        state: the whole adapter under its PEFT names.
+        config: its shape.
         base: name or folder of the base model, noted in adapter_config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)

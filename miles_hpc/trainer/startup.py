@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -164,7 +163,7 @@ def _actor_environ(start: _Start, threads: int, *, nccl: bool) -> dict[str, str]
     return variables
 
 
-def _place(start: _Start, host: type[Host], bundle: int, variables: dict[str, str]) -> Any:
+def _place(start: _Start, host: type[Host], bundle: int, variables: dict[str, str]) -> object:
     return (
         ray.remote(host)
         .options(
