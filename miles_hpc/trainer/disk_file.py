@@ -77,22 +77,35 @@ class DiskFile:
     """
 
     def __init__(self, path: Path, *, mode: IoMode = "auto", checksums: bool = False) -> None:
-        self.path = path
-        self.num_bytes = 0
-        self.direct = False
-        self._checksums: dict[int, int] | None = {} if checksums else None
-        self._lock = threading.Lock()
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise disk_error(path, "creating the file", error, 0) from error
-        self._stat = os.fstat(self._fd)
+        self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, "creating the file")
+        self._checksums = dict[int, int]() if checksums else None
         if mode != "buffered":
             try:
                 self._try_direct(insist=mode == "direct")
             except DiskOffloadError:
                 self.close()
                 raise
+
+    @classmethod
+    def of_existing(cls, path: Path) -> "DiskFile":
+        """Open a file for reading alone, without direct I/O: it may be anywhere, such as in a checkpoint."""
+        file = cls.__new__(cls)
+        file._open(path, os.O_RDONLY, "opening the file")
+        file.num_bytes = file._stat.st_size
+        return file
+
+    _checksums: dict[int, int] | None = None
+
+    def _open(self, path: Path, flags: int, action: str) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self.direct = False
+        self._lock = threading.Lock()
+        try:
+            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise disk_error(path, action, error, 0) from error
+        self._stat = os.fstat(self._fd)
 
     def _try_direct(self, *, insist: bool) -> None:
         """Write and read one aligned block directly; some file systems accept the flag and fail only then."""
@@ -156,7 +169,7 @@ class DiskFile:
         """Raise if the path no longer names this file or the file is shorter than what was written to it."""
         try:
             found = self.path.stat()
-            if (found.st_dev, found.st_ino) != (self._stat.st_dev, self._stat.st_ino):
+            if not os.path.samestat(found, self._stat):
                 raise FileNotFoundError(errno.ENOENT, "another file stands at this path")
         except OSError as error:
             raise disk_error(self.path, "finding the file again", error, self.num_bytes) from error
@@ -247,13 +260,13 @@ class DiskFile:
         """Drop what read-ahead left in the page cache."""
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def close(self) -> None:
-        """Remove the file and give its space back; a second call does nothing."""
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the file, unless it is to be kept, and let go of it; a second call does nothing."""
         if self._fd < 0:
             return
-        with contextlib.suppress(OSError):
-            found = self.path.stat()
-            if (found.st_dev, found.st_ino) == (self._stat.st_dev, self._stat.st_ino):
-                self.path.unlink()
+        if not keep:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(self.path.stat(), self._stat):
+                    self.path.unlink()
         os.close(self._fd)
         self._fd = -1

@@ -175,7 +175,10 @@ class DiskOffload:
         layout = StreamLayout.of(
             [storage.size() for storage in storages], self._staging.block_bytes
         )
-        write_spans([as_bytes(storage) for storage in storages], layout, self._file, self._staging)
+        self._file.preallocate(layout.file_bytes)
+        spans = [as_bytes(storage) for storage in storages]
+        write_spans(spans, layout, self._file, self._staging)
+        self._file.finish_writes()
         self._memory.release(storages)
         self._out = (storages, layout)
         return Moved(
@@ -198,7 +201,9 @@ class DiskOffload:
         storages, layout = self._out
         self._file.check_present()
         self._memory.restore(storages, layout.span_bytes)
-        read_spans([as_bytes(storage) for storage in storages], layout, self._file, self._staging)
+        spans = [as_bytes(storage) for storage in storages]
+        read_spans(spans, layout, self._file, self._staging)
+        self._file.finish_reads()
         self._out = None
         return Moved(
             num_bytes=layout.total_bytes,

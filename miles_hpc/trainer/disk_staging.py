@@ -79,9 +79,16 @@ class Slot:
 
 
 def write_spans(
-    spans: Sequence[torch.Tensor], layout: StreamLayout, file: DiskFile, staging: Staging
+    spans: Sequence[torch.Tensor],
+    layout: StreamLayout,
+    file: DiskFile,
+    staging: Staging,
+    *,
+    at: int = 0,
 ) -> None:
-    """Write flat uint8 tensors to `file` as `layout` says; every byte is on the device when this returns.
+    """Write flat uint8 tensors to `file` as `layout` says, from the aligned offset `at`; the space must be reserved.
+
+    Every byte is on the device or queued for it when this returns; `file.finish_writes` makes sure of it.
 
     Raises:
         DiskOffloadError: after all requests in flight have ended; the spans are untouched.
@@ -98,38 +105,39 @@ def write_spans(
                 target.copy_(source, non_blocking=True)
         if length > payload:
             slot.tensor[payload:length].zero_()
-        file.write_block(slot.memory(length), block * layout.block_bytes)
+        file.write_block(slot.memory(length), at + block * layout.block_bytes)
 
-    file.preallocate(layout.file_bytes)
-    _run_workers(write, layout.num_blocks, staging)
-    file.finish_writes()
+    run_workers(write, layout.num_blocks, staging)
 
 
 def read_spans(
-    spans: Sequence[torch.Tensor], layout: StreamLayout, file: DiskFile, staging: Staging
+    spans: Sequence[torch.Tensor],
+    layout: StreamLayout,
+    file: DiskFile,
+    staging: Staging,
+    *,
+    at: int = 0,
 ) -> None:
-    """Fill flat uint8 tensors from `file` as `layout` says; every byte is in place when this returns.
+    """Fill flat uint8 tensors from `file` as `layout` says, from offset `at`; every byte is in place when this returns.
 
     Raises:
         DiskOffloadError: after all requests in flight have ended; the spans then hold nothing of value.
     """
-    file.check_present()
     ready = _work_queued_so_far(staging.device)
 
     def read(slot: Slot, block: int) -> None:
         length = round_up(layout.payload_bytes(block))
-        file.read_block(slot.memory(length), block * layout.block_bytes)
+        file.read_block(slot.memory(length), at + block * layout.block_bytes)
         with slot.copying(ready):
             for piece in layout.pieces(block):
                 source = slot.tensor.narrow(0, piece.block_offset_bytes, piece.num_bytes)
                 target = spans[piece.span].narrow(0, piece.span_offset_bytes, piece.num_bytes)
                 target.copy_(source, non_blocking=True)
 
-    _run_workers(read, layout.num_blocks, staging)
-    file.finish_reads()
+    run_workers(read, layout.num_blocks, staging)
 
 
-def _run_workers(carry: Callable[[Slot, int], None], num_blocks: int, staging: Staging) -> None:
+def run_workers(carry: Callable[[Slot, int], None], num_blocks: int, staging: Staging) -> None:
     """Carry every block once, as many at a time as there are slots; the first error stops the rest and is raised."""
     blocks = itertools.count()
     take = threading.Lock()

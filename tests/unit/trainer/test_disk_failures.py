@@ -38,7 +38,7 @@ def mounted(folder: Path, *options: object):
     try:
         yield folder
     finally:
-        command("umount", folder)
+        command("umount", "--lazy", folder)
 
 
 @contextlib.contextmanager
