@@ -42,19 +42,21 @@ def main(argv: list[str]) -> int:
 def _drive(run: RunDir) -> None:
     import os
 
-    from miles_hpc.trainer.data import TaskData
+    from miles_hpc.trainer.data import TaskData, make_tasks
     from miles_hpc.trainer.loop import Trainer, adapter_config
     from miles_hpc.trainer.startup import connect, start_actors
 
     planned = read_plan(run)
     environ = read_environ(os.environ)
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    # What the spec alone can get wrong is found before anything is placed.
     adapter_config(planned.spec)
+    tasks = make_tasks(planned.spec)
     connect(environ.ray_address)
     # After ray.init, which installs its own handler.
     signal.signal(signal.SIGTERM, _terminate)
     actors = start_actors(run, planned, environ)
-    data = TaskData(planned.spec, actors.model_dir)
+    data = TaskData(planned.spec, tasks, actors.model_dir)
     Trainer(run=run, spec=planned.spec, actors=actors, data=data, events=environ.events).train()
 
 

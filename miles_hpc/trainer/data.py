@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import reasoning_gym
+from reasoning_gym.factory import ProceduralDataset
 from transformers import AutoTokenizer
 
 from miles_hpc.errors import DriverError
-from miles_hpc.spec.job import DataTable, JobSpec
+from miles_hpc.spec.job import JobSpec
 from miles_hpc.trainer.rollout import Prompt
 
 _CANDIDATES_PER_PROMPT = 8
@@ -43,10 +44,34 @@ class StepPrompts:
     num_dropped: int
 
 
+def make_tasks(spec: JobSpec) -> ProceduralDataset:
+    """Return the data set of a job; needs no model, so that a wrong [data] table is found before anything is placed.
+
+    Raises:
+        DriverError: if the source, the task or its options are not known.
+    """
+    data = spec.data
+    if data.source != "reasoning_gym" or data.task is None:
+        raise DriverError(
+            f'data: found source = "{data.source}" and task = {data.task!r}; expected source = "reasoning_gym" with a task. '
+            "The native engine has no other source."
+        )
+    size = spec.train.num_steps * spec.rollout.prompts_per_step * _CANDIDATES_PER_PROMPT
+    try:
+        return reasoning_gym.create_dataset(
+            data.task, seed=spec.train.seed, size=size, **data.task_options
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        raise DriverError(
+            f"data.task, data.task_options: found {data.task!r} with {data.task_options}: {error}; expected a "
+            "reasoning-gym task and options that it has. Correct the [data] table."
+        ) from error
+
+
 class TaskData:
     """Prompts and scores of one reasoning-gym task for one model's tokenizer."""
 
-    def __init__(self, spec: JobSpec, model_dir: Path) -> None:
+    def __init__(self, spec: JobSpec, tasks: ProceduralDataset, model_dir: Path) -> None:
         self._data = spec.data
         self._rollout = spec.rollout
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
@@ -55,8 +80,7 @@ class TaskData:
                 f"{model_dir}: found a tokenizer without chat template; expected one. Use an instruction-tuned checkpoint."
             )
         self._stride = spec.rollout.prompts_per_step * _CANDIDATES_PER_PROMPT
-        num_entries = spec.train.num_steps * self._stride
-        self._tasks = _make_tasks(spec.data, spec.train.seed, num_entries)
+        self._tasks = tasks
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -105,18 +129,3 @@ class TaskData:
             return_dict=False,
         )
         return tuple(int(token) for token in token_ids)
-
-
-def _make_tasks(data: DataTable, seed: int, size: int) -> "reasoning_gym.dataset.ProceduralDataset":
-    if data.source != "reasoning_gym" or data.task is None:
-        raise DriverError(
-            f'data: found source = "{data.source}" and task = {data.task!r}; expected source = "reasoning_gym" with a task. '
-            "The native engine has no other source."
-        )
-    try:
-        return reasoning_gym.create_dataset(data.task, seed=seed, size=size, **data.task_options)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise DriverError(
-            f"data.task, data.task_options: found {data.task!r} with {data.task_options}: {error}; expected a "
-            "reasoning-gym task and options that it has. Correct the [data] table."
-        ) from error

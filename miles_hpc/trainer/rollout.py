@@ -82,7 +82,7 @@ class RolloutEngine(Protocol):
     Every method may take minutes; the caller sets the deadline.
     """
 
-    def load(self) -> dict[str, float]:
+    def load(self) -> dict[str, int | float]:
         """Load the base model, without adapter; return {seconds, bytes}."""
         ...
 
@@ -94,11 +94,11 @@ class RolloutEngine(Protocol):
         """Replace the adapter; return `digest_adapter` of what is now in use."""
         ...
 
-    def sleep(self) -> dict[str, float]:
+    def sleep(self) -> dict[str, int | float]:
         """Give back device memory; return {seconds, bytes} with the bytes that the process really shrank by."""
         ...
 
-    def wake(self) -> dict[str, float]:
+    def wake(self) -> dict[str, int | float]:
         """Be ready for `load_adapter` and then `generate`; return {seconds, bytes}."""
         ...
 

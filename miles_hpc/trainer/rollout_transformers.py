@@ -41,7 +41,7 @@ class TransformersEngine:
         self._adapter: AdapterHooks | None = None
         self._version = 0
 
-    def load(self) -> dict[str, float]:
+    def load(self) -> dict[str, int | float]:
         """Load the base model; the tensors stay mapped to the safetensors file where the types agree."""
         started = time.monotonic()
         torch.set_num_threads(self._num_threads)
@@ -52,7 +52,7 @@ class TransformersEngine:
         self._model = model.eval()
         self._adapter = AdapterHooks(model)
         size_bytes = sum(tensor.nbytes for tensor in model.parameters())
-        return {"seconds": time.monotonic() - started, "bytes": float(size_bytes)}
+        return {"seconds": time.monotonic() - started, "bytes": size_bytes}
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
         """Return `samples_per_prompt` samples of every prompt."""
@@ -76,18 +76,18 @@ class TransformersEngine:
         self._version = version
         return digest
 
-    def sleep(self) -> dict[str, float]:
+    def sleep(self) -> dict[str, int | float]:
         """Return freed memory to the system; see the class for why the weights stay."""
         started = time.monotonic()
         before = psutil.Process().memory_info().rss
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         shrunk = before - psutil.Process().memory_info().rss
-        return {"seconds": time.monotonic() - started, "bytes": float(max(shrunk, 0))}
+        return {"seconds": time.monotonic() - started, "bytes": max(shrunk, 0)}
 
-    def wake(self) -> dict[str, float]:
+    def wake(self) -> dict[str, int | float]:
         """Nothing was moved, so nothing comes back."""
-        return {"seconds": 0.0, "bytes": 0.0}
+        return {"seconds": 0.0, "bytes": 0}
 
     def version(self) -> int:
         """Return the version of the adapter in use."""
