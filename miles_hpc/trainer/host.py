@@ -35,6 +35,14 @@ class Host:
             listener.bind((address, 0))
             return address, int(listener.getsockname()[1])
 
+    def gpu_ids(self) -> list[str]:
+        """Return the GPUs that Ray gave this actor, as CUDA_VISIBLE_DEVICES names them."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def see_gpus(self, gpu_ids: list[str]) -> None:
+        """Let this process see `gpu_ids`; only before anything in it used CUDA."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+
     def prove_nccl(self, expected_code: int) -> NcclProof:
         """Return which NCCL the calls of this process reach."""
         return prove_nccl(expected_code)

@@ -185,6 +185,8 @@ def _build(
     """Have every actor import and make what it hosts; NCCL is proved before anything uses it."""
     spec, layout = start.planned.spec, start.planned.layout
     spec_json = spec.model_dump_json()
+    if start.planned.rollout.gpus_per_engine > 1 and layout.gpus_per_node:
+        _widen(start, trainers, engines)
     module = f"miles_hpc.trainer.rollout_{spec.rollout.engine}"
     builds = [
         member.handle.build.remote(
@@ -211,6 +213,18 @@ def _build(
     if spec.rollout.engine == "sglang":
         _prove(start, fleets[1].members)
     return fleets
+
+
+def _widen(start: _Start, trainers: Sequence[Member], engines: Sequence[Member]) -> None:
+    """Let each engine of several GPUs see those of all its bundles, in the bundles' order; Ray shows it its own alone."""
+    size = start.planned.rollout.gpus_per_engine
+    asked = [member.handle.gpu_ids.remote() for member in trainers]
+    gpu_ids = await_results("GPUs of the bundles", trainers, asked, deadline_s=start.left_s())
+    told = [
+        member.handle.see_gpus.remote([gpu for ids in gpu_ids[first : first + size] for gpu in ids])
+        for member, first in zip(engines, range(0, len(gpu_ids), size), strict=True)
+    ]
+    await_results("GPUs of the engines", engines, told, deadline_s=start.left_s())
 
 
 def _prove(start: _Start, members: Sequence[Member]) -> None:
