@@ -20,7 +20,7 @@ from miles_hpc.run.events import Kind
 _RAY_GRACE_S = 10.0
 _SURVIVOR_GRACE_S = 2.0
 # What a worker needs at most: Ray's own end, the survivors' and copying logs.
-_WORKERS_GONE_S = 30.0
+_WORKERS_GONE_S = 20.0
 _LOG_SIZE_LIMIT_BYTES = 64 << 20
 
 
@@ -101,13 +101,17 @@ def stop_ray(ray: Child) -> None:
 def wait_for_workers(
     context: NodeContext, *, deadline_s: float = _WORKERS_GONE_S
 ) -> tuple[str, ...]:
-    """Wait until every other node has stopped its Ray; return those that did not say so in time."""
-    others = frozenset(context.identity.nodes[1:])
+    """Wait until every other node that ever reported has stopped its Ray; return those that did not say so in time."""
     end_s = time.monotonic() + deadline_s
     while True:
-        late = others - context.rendezvous.gone()
+        gone = context.rendezvous.gone()
+        late = tuple(
+            node
+            for node in context.identity.nodes[1:]
+            if node not in gone and context.attempt.node_events(node).exists()
+        )
         if not late or time.monotonic() >= end_s or context.stop.count > 1:
-            return tuple(sorted(late))
+            return late
         time.sleep(POLL_S)
 
 
