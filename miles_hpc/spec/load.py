@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from miles_hpc.errors import SpecError
 from miles_hpc.paths import packaged
 from miles_hpc.spec.checks import check_rules
 from miles_hpc.spec.faults import SpecFault, explain_errors, format_key, format_value, refusal
@@ -84,6 +85,7 @@ def load_spec(
     Raises:
         SpecError: with every fault, one a line, sorted by file and line.
     """
+    _require_current_folder()
     sources = Sources()
     if site is not None:
         _read_site(sources, site)
@@ -110,6 +112,16 @@ def load_spec(
     )
 
 
+def _require_current_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise SpecError(
+            f"current folder: found {error.strerror}; expected a folder that exists, since relative paths are taken "
+            "from it. Change to one"
+        ) from error
+
+
 def site_folders() -> tuple[Path, ...]:
     """Return the folders that hold site profiles: those of $MILES_HPC_SITES (colon-separated), then the packaged one."""
     named = os.environ.get(SITES_VARIABLE, "").split(os.pathsep)
@@ -118,10 +130,10 @@ def site_folders() -> tuple[Path, ...]:
 
 def _read_site(sources: Sources, site: str) -> None:
     if "/" in site or site.endswith(".toml"):
-        read_chain(sources, Path(site).expanduser(), "site")
+        read_chain(sources, Path(os.path.expanduser(site)), "site")  # noqa: PTH111 - never raises
         return
     for folder in site_folders():
-        if (folder / f"{site}.toml").exists():
+        if os.path.exists(folder / f"{site}.toml"):  # noqa: PTH110 - never raises
             read_chain(sources, folder / f"{site}.toml", "site")
             return
     names = sorted({entry.stem for folder in site_folders() for entry in folder.glob("*.toml")})

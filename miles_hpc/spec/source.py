@@ -105,7 +105,7 @@ def _read_base(
             )
         )
         return
-    if not base.exists():
+    if not os.path.exists(base):  # noqa: PTH110 - Path.exists raises on a name too long or a folder not ours
         sources.unreadable(
             SpecFault(
                 label=_label(chain[-1]),
@@ -121,11 +121,8 @@ def _read_base(
 
 def _extended(sources: Sources, label: str, value: object, line: int) -> list[Path]:
     names = [value] if isinstance(value, str) else value
-    if isinstance(names, list) and all(isinstance(name, str) and name.strip() for name in names):
-        try:
-            return [Path(name).expanduser() for name in names if "\0" not in name]
-        except RuntimeError:
-            pass  # the home folder of that user is unknown: told below
+    if isinstance(names, list) and all(_is_file_name(name) for name in names):
+        return [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111 - never raises
     sources.faults.append(
         SpecFault(
             label=label,
@@ -136,6 +133,10 @@ def _extended(sources: Sources, label: str, value: object, line: int) -> list[Pa
         )
     )
     return []
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name.strip() != "" and "\0" not in name
 
 
 def _read_bytes(sources: Sources, path: Path) -> bytes | None:

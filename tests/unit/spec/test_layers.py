@@ -280,3 +280,30 @@ def test_a_dumped_spec_validates_to_the_same_spec(miles: Path):
         "cluster.sbatch_options={licenses = 'scratch:1', spread-job = true}",
     ).spec
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    "site",
+    ["~no-such-user-here/x.toml", "n" * 300, "n" * 300 + ".toml", "a/b.toml", "", "..", "a\0b"],
+)
+def test_a_site_that_cannot_be_read_is_told_whatever_its_name(native: Path, site: str):
+    assert "found " in only_fault(native, site=site)
+
+
+@pytest.mark.parametrize(
+    "name", ["n" * 300, "~no-such-user-here/x.toml", "a\\u0000b", "native.toml/x"]
+)
+def test_an_extended_file_that_cannot_be_named_is_told(tmp_path: Path, name: str):
+    write(tmp_path, "native.toml", NATIVE)
+    top = write(tmp_path, "top.toml", f'extends = "{name}"\n{NATIVE}')
+    assert only_fault(top).startswith(f"{top}:1: extends: found ")
+
+
+def test_a_current_folder_that_is_gone_is_told(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert only_fault(native).startswith("current folder: found No such file")
