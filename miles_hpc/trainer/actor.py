@@ -44,6 +44,8 @@ class TrainActor:
 
         Args:
             spec_json: the job spec, as `JobSpec.model_dump_json` writes it.
+            rank: this rank, from 0.
+            world_size: ranks of all nodes together.
             model_dir: the base in Hugging Face format, on this node.
         """
         self.spec = JobSpec.model_validate_json(spec_json)
@@ -121,9 +123,8 @@ class TrainActor:
             )
 
     def _whole_adapter(self) -> dict[str, torch.Tensor]:
-        lora, model = self.spec.lora, self.spec.model
-        assert lora is not None, "build_model refuses a spec without [lora]"
-        pieces = adapter_pieces(self.policy.model, model, self.grid, lora.rank)
+        model = self.spec.model
+        pieces = adapter_pieces(self.policy.model, model, self.grid)
         return dict(gather_whole(pieces, self.grid, range(model.num_layers)))
 
     def adapter(self) -> dict[str, NDArray[np.float32]] | None:

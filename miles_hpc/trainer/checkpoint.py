@@ -10,7 +10,7 @@ adapters are small enough not to need resharding. Knows no offload; the tensors 
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -65,7 +65,7 @@ def _agree(grid: Grid, message: str | None) -> None:
         raise DriverError("; ".join(failed))
 
 
-def _attempt(action: Any, folder: Path) -> str | None:
+def _attempt(action: Callable[[], None], folder: Path) -> str | None:
     try:
         action()
     except OSError as error:
@@ -83,8 +83,11 @@ def save_checkpoint(
     """Write `folder` together with all ranks; it has its name only when every file is on disk.
 
     Args:
+        folder: the final name, on a disk that every rank sees.
         state: this rank's state, of tensors and plain values.
         adapter: the whole adapter under its PEFT names, on rank 0.
+        spec: gives the layout that a restore will demand.
+        grid: the ranks that write together.
 
     Raises:
         DriverError: on every rank, if any rank could not write; `folder` does not exist then.

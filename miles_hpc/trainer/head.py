@@ -7,7 +7,7 @@ Legend: T response tokens, H hidden, V rows of the output layer on this rank. Kn
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,23 @@ class VocabularyShard:
     group: dist.ProcessGroup | None
 
 
+class _Context(Protocol):
+    """What autograd passes to both halves of a function."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, targets_T: Tensor, shard: VocabularyShard, temperature: float
+        ctx: _Context,
+        hidden_TH: Tensor,
+        targets_T: Tensor,
+        shard: VocabularyShard,
+        temperature: float,
     ) -> Tensor:
         needs_grad = ctx.needs_input_grad[0]
         weight, group = shard.weight, shard.group
@@ -73,7 +86,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs_T
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (slope_TH,) = ctx.saved_tensors
         return (grads[0][:, None] * slope_TH).to(slope_TH.dtype), None, None, None
 
@@ -86,6 +99,9 @@ def token_logprobs(
     The same on every rank of the tensor parallel group. Gradients reach `hidden_TH` only: the output layer is frozen.
 
     Args:
+        hidden_TH: normalised hidden states, each at the position before its target.
+        targets_T: token ids.
+        shard: this rank's part of the output layer.
         temperature: the rollout's sampling temperature, so that both sides speak of one distribution.
     """
     assert not shard.weight.requires_grad, "the output layer is frozen"

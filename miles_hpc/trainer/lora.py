@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,14 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from miles_hpc.errors import PlanError
 from miles_hpc.spec.job import JobSpec, LoraTable
 from miles_hpc.spec.model import ModelTable
 from miles_hpc.trainer.grid import Grid
+from miles_hpc.trainer.model import PolicyModel
 from miles_hpc.trainer.pieces import PROJECTIONS, Piece, projection_shapes, split_evenly
 
 _ROW = ("o_proj", "down_proj")
@@ -58,7 +60,7 @@ class Adapter(nn.Module):
 
     def __init__(self, a: Tensor, b: Tensor, *, row: bool, sequence_parallel: bool) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
+        self.a, self.b, self.row = nn.Parameter(a), nn.Parameter(b), row
         # Megatron counts a parameter's gradient once in the norm when these say that ranks hold copies of it.
         set_tensor_model_parallel_attributes(self.a, is_parallel=row, dim=1, stride=1)
         set_tensor_model_parallel_attributes(self.b, is_parallel=not row, dim=0, stride=1)
@@ -70,10 +72,13 @@ class Adapter(nn.Module):
 class LoraLinear(nn.Module):
     """A megatron linear with adapters added to its output; called like the linear itself."""
 
-    def __init__(self, base: Any, parts: dict[str, Adapter | int], *, groups: int, scale: float):
+    def __init__(
+        self, base: nn.Module, parts: dict[str, Adapter | int], *, groups: int, scale: float
+    ) -> None:
         """Wrap `base`.
 
         Args:
+            base: a megatron column or row parallel linear.
             parts: for each projection in the order of the output, its adapter, or its local width when it has none.
             groups: the output is interleaved by this many groups (key/value groups for qkv, else 1).
             scale: alpha / rank.
@@ -89,7 +94,7 @@ class LoraLinear(nn.Module):
         }
         self.groups, self.scale, self.enabled = groups, scale, True
         self.row = any(name in _ROW for name in parts)
-        self.sequence_parallel = bool(base.config.sequence_parallel)
+        self.sequence_parallel = bool(cast(TransformerConfig, base.config).sequence_parallel)
 
     def _delta(self, x: Tensor, adapter: Adapter) -> Tensor:
         # bf16 activations meet A and B rounded to bf16; the fp32 matrices receive the gradient.
@@ -106,11 +111,14 @@ class LoraLinear(nn.Module):
         return F.linear(low, b)
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        """Return the linear's output with the adapters' added, and its bias."""
         output, bias = self.base(x, *args, **kwargs)
         if not self.enabled:
             return output, bias
         deltas = [
-            self._delta(x, self.adapters[name]).unflatten(-1, (self.groups, -1))  # type: ignore[arg-type]
+            self._delta(x, cast(Adapter, self.adapters[name])).view(
+                *output.shape[:-1], self.groups, -1
+            )
             if name in self.adapters
             else output.new_zeros((*output.shape[:-1], self.groups, width // self.groups))
             for name, width in self.widths.items()
@@ -135,7 +143,7 @@ def _adapter(spec: JobSpec, grid: Grid, layer: int, name: str, lora: LoraTable) 
     )
 
 
-def add_lora(policy: Any, spec: JobSpec, grid: Grid) -> None:
+def add_lora(policy: PolicyModel, spec: JobSpec, grid: Grid) -> None:
     """Wrap the targeted linears of every layer of this stage.
 
     Raises:
@@ -168,7 +176,35 @@ def add_lora(policy: Any, spec: JobSpec, grid: Grid) -> None:
             setattr(owner, child, wrapped)
 
 
-def adapter_pieces(policy: Any, model: ModelTable, grid: Grid, rank: int) -> tuple[Piece, ...]:
+def _pieces_of(
+    adapter: Adapter, unit: int, prefix: str, shape: tuple[int, int], grid: Grid
+) -> tuple[Piece, Piece]:
+    rows, columns = shape
+    rank = adapter.a.shape[0]
+    start, stop = split_evenly(columns if adapter.row else rows, grid)
+    return (
+        Piece(
+            unit=unit,
+            name=f"{prefix}.lora_A.weight",
+            shape=(rank, columns),
+            parameter=adapter.a,
+            axis=1 if adapter.row else None,
+            start=start,
+            stop=stop,
+        ),
+        Piece(
+            unit=unit,
+            name=f"{prefix}.lora_B.weight",
+            shape=(rows, rank),
+            parameter=adapter.b,
+            axis=None if adapter.row else 0,
+            start=start,
+            stop=stop,
+        ),
+    )
+
+
+def adapter_pieces(policy: PolicyModel, model: ModelTable, grid: Grid) -> tuple[Piece, ...]:
     """Return the pieces of this rank's adapters under their PEFT names."""
     shapes = projection_shapes(model)
     found: list[Piece] = []
@@ -180,32 +216,7 @@ def adapter_pieces(policy: Any, model: ModelTable, grid: Grid, rank: int) -> tup
                 continue
             for name, adapter in wrapped.adapters.items():
                 prefix = f"base_model.model.model.layers.{index}.{PROJECTIONS[name]}"
-                rows, columns = shapes[name]
-                a_name, b_name = f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
-                split = {"start": 0, "stop": 0, "axis": None}
-                cut = split_evenly(columns if wrapped.row else rows, grid)
-                split = {"start": cut[0], "stop": cut[1]}
-                axis_a, axis_b = (1, None) if wrapped.row else (None, 0)
-                found.append(
-                    Piece(
-                        unit=index,
-                        name=a_name,
-                        shape=(rank, columns),
-                        parameter=adapter.a,
-                        axis=axis_a,
-                        **split,
-                    )
-                )
-                found.append(
-                    Piece(
-                        unit=index,
-                        name=b_name,
-                        shape=(rows, rank),
-                        parameter=adapter.b,
-                        axis=axis_b,
-                        **split,
-                    )
-                )
+                found.extend(_pieces_of(cast(Adapter, adapter), index, prefix, shapes[name], grid))
     return tuple(found)
 
 

@@ -45,6 +45,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise in fp32, scale in the weights' type."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -54,13 +55,16 @@ class CausalAttention(nn.Module):
     Rows are padded on the right, so the causal mask alone keeps padding out of every real position.
     """
 
-    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None, **_: object):
+    def __init__(
+        self, config: TransformerConfig, *, softmax_scale: float | None, **_: object
+    ) -> None:
         super().__init__()
         self.scale: float = softmax_scale or config.kv_channels**-0.5
 
     def forward(
         self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *_: object, **__: object
     ) -> Tensor:
+        """Return the heads' outputs side by side, [S, B, N * D]."""
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBGD, value_SBGD))
         output_BNSD = F.scaled_dot_product_attention(
             query,
@@ -128,7 +132,7 @@ def padded_vocab_size(model: ModelTable, tp: int) -> int:
 
 def _transformer_config(spec: JobSpec, grid: Grid) -> TransformerConfig:
     model, parallel, dtype = spec.model, spec.parallel, weight_dtype(spec)
-    recompute: dict[str, object] = {
+    choices: dict[str, dict[str, object]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {
@@ -136,7 +140,7 @@ def _transformer_config(spec: JobSpec, grid: Grid) -> TransformerConfig:
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         },
-    }[spec.train.recompute]
+    }
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -175,7 +179,7 @@ def _transformer_config(spec: JobSpec, grid: Grid) -> TransformerConfig:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **recompute,
+        **choices[spec.train.recompute],
     )
 
 

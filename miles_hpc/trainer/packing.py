@@ -76,7 +76,9 @@ def pack(pairs: Sequence[TokenPair], indices: Sequence[int], *, multiple: int = 
     chosen = [pairs[index] for index in indices]
     longest = max(len(pair.prompt_ids) + len(pair.response_ids) for pair in chosen)
     tokens = torch.full((len(chosen), -(-longest // multiple) * multiple), PAD_TOKEN)
-    rows, columns, targets = [], [], []
+    rows: list[int] = []
+    columns: list[int] = []
+    targets: list[int] = []
     for row, pair in enumerate(chosen):
         prompt, response = len(pair.prompt_ids), len(pair.response_ids)
         tokens[row, : prompt + response] = torch.tensor(pair.prompt_ids + pair.response_ids)
@@ -95,5 +97,5 @@ def pack(pairs: Sequence[TokenPair], indices: Sequence[int], *, multiple: int = 
 
 def unpack(batch: MicroBatch, values_T: Tensor) -> dict[int, tuple[float, ...]]:
     """Return the values of each sample's response tokens, by the sample's place in the packed list."""
-    parts = values_T.cpu().split(batch.lengths_B.tolist())
+    parts = torch.split(values_T.cpu(), batch.lengths_B.tolist())
     return {index: tuple(part.tolist()) for index, part in zip(batch.indices, parts, strict=True)}

@@ -9,14 +9,16 @@ Knows no file format and no adapter arithmetic.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
 
 from miles_hpc.spec.model import ModelTable
 from miles_hpc.trainer.grid import Grid
+from miles_hpc.trainer.model import PolicyModel
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 # Part of a fused or plain projection -> the module's name in a Hugging Face layer.
@@ -99,12 +101,14 @@ def projection_shapes(model: ModelTable) -> dict[str, tuple[int, int]]:
     }
 
 
-def base_linear(module: Any) -> Any:
-    """Return the megatron linear under an adapter, or the module itself."""
-    return getattr(module, "base", module)
+def _weight(module: nn.Module) -> Tensor:
+    """Return the weight of a megatron linear, or of the linear under an adapter."""
+    return cast(Tensor, getattr(module, "base", module).weight)
 
 
-def _layer_pieces(layer: Any, index: int, model: ModelTable, grid: Grid) -> Iterator[Piece]:
+def _layer_pieces(
+    layer: TransformerLayer, index: int, model: ModelTable, grid: Grid
+) -> Iterator[Piece]:
     prefix = f"model.layers.{index}."
     shapes = projection_shapes(model)
     queries = model.num_attention_heads // model.num_query_groups * model.head_dim
@@ -126,7 +130,7 @@ def _layer_pieces(layer: Any, index: int, model: ModelTable, grid: Grid) -> Iter
             unit=index,
             name=f"{prefix}{PROJECTIONS[name]}.weight",
             shape=shapes[name],
-            parameter=base_linear(module).weight,
+            parameter=_weight(module),
             axis=axis,
             start=start,
             stop=stop,
@@ -167,7 +171,7 @@ def _vocabulary_piece(name: str, unit: int, weight: Tensor, model: ModelTable, g
     )
 
 
-def base_pieces(policy: Any, model: ModelTable, grid: Grid) -> tuple[Piece, ...]:
+def base_pieces(policy: PolicyModel, model: ModelTable, grid: Grid) -> tuple[Piece, ...]:
     """Return the pieces of this rank's base weights; a tied last stage holds a second copy of the embedding."""
     found: list[Piece] = []
     if grid.is_first_stage:

@@ -5,7 +5,7 @@ process start-up, no files and no offload.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from torch import Tensor
+from torch import Tensor, nn
 
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.trainer.grid import Grid
@@ -29,6 +29,8 @@ from miles_hpc.trainer.packing import MicroBatch, TokenPair, pack, split_micro_b
 from miles_hpc.trainer.samples import TrainSample
 
 Logprobs = dict[int, tuple[float, ...]]
+# What megatron's schedule calls for each micro-batch: the stage's output, and what the last stage makes of it.
+Step = Callable[[Iterator[MicroBatch], nn.Module], tuple[Tensor, Callable[..., object]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ class Policy:
         group = parallel_state.get_tensor_model_parallel_group() if self.grid.tp > 1 else None
         return VocabularyShard(weight=weight[:rows], start=start, group=group)
 
-    def _forward(self, model: Any, batch: MicroBatch) -> Tensor:
+    def _forward(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """Return hidden states to send on, or on the last stage the log-probability of each response token."""
         tokens = batch.tokens_BS.to(self.grid.device)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -127,7 +129,7 @@ class Policy:
         temperature = self.spec.rollout.temperature
         return token_logprobs(hidden_TH, batch.targets_T.to(device), self._shard(), temperature)
 
-    def _run(self, batches: list[MicroBatch], step: Any, **options: bool) -> list[Any]:
+    def _run(self, batches: list[MicroBatch], step: Step, **options: bool) -> list[Any]:
         """Run megatron's schedule over `batches`; returns what `step`'s second function gave, last stage only."""
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
@@ -145,7 +147,9 @@ class Policy:
 
     @torch.no_grad()
     def _share_logprobs(self, batches: list[MicroBatch]) -> Logprobs:
-        def step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+        def step(
+            data: Iterator[MicroBatch], model: nn.Module
+        ) -> tuple[Tensor, Callable[..., object]]:
             batch = next(data)
             output = self._forward(model, batch)
             return output, lambda logprobs, non_loss_data: unpack(batch, logprobs)
@@ -206,7 +210,9 @@ class Policy:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+        def step(
+            data: Iterator[MicroBatch], model: nn.Module
+        ) -> tuple[Tensor, Callable[..., object]]:
             batch = next(data)
 
             def loss(logprobs_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:

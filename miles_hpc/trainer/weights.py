@@ -6,7 +6,7 @@ Reads only the slices that the rank needs. Knows no adapter; which slice goes wh
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +15,19 @@ from torch import Tensor
 from miles_hpc.errors import PlanError
 from miles_hpc.spec.model import ModelTable
 from miles_hpc.trainer.grid import Grid
+from miles_hpc.trainer.model import PolicyModel
 from miles_hpc.trainer.pieces import HEAD, Piece, base_pieces, expected_names, gather_whole
 
 # Mapped pages of an open file count as this process's memory; closing the file gives them back.
 _REOPEN_BYTES = 256 * 2**20
+
+
+class _Stored(Protocol):
+    """One tensor in an open safetensors file; indexing reads."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, key: slice | tuple[slice, ...]) -> Tensor: ...
 
 
 class CheckpointReader:
@@ -45,14 +54,15 @@ class CheckpointReader:
                 "Check model.hf_checkpoint, or convert the checkpoint to safetensors."
             ) from error
 
-    def _slice(self, name: str) -> Any:
+    def _slice(self, name: str) -> _Stored:
         if self._mapped_bytes > _REOPEN_BYTES:
             self._open.clear()
             self._mapped_bytes = 0
         file = self.files[name]
         if file not in self._open:
             self._open[file] = safe_open(str(self.folder / file), framework="pt")
-        return self._open[file].get_slice(name)
+        stored: _Stored = self._open[file].get_slice(name)
+        return stored
 
     def read(self, piece: Piece) -> Tensor:
         """Return the slice of one tensor that `piece` asks for, in the checkpoint's type."""
@@ -69,7 +79,7 @@ class CheckpointReader:
                     f"{self.folder}: {piece.name} has shape {list(shape)}, but the spec's [model] table gives "
                     f"{list(piece.shape)}. Make the table match the checkpoint."
                 )
-            value: Tensor = (
+            value = (
                 stored[:, piece.start : piece.stop]
                 if piece.axis == 1
                 else stored[piece.start : piece.stop]
@@ -84,7 +94,7 @@ class CheckpointReader:
         return value
 
 
-def load_base(policy: Any, model: ModelTable, grid: Grid, folder: Path) -> int:
+def load_base(policy: PolicyModel, model: ModelTable, grid: Grid, folder: Path) -> int:
     """Fill this rank's base weights from `folder` and return their bytes.
 
     Raises:
@@ -112,7 +122,7 @@ def load_base(policy: Any, model: ModelTable, grid: Grid, folder: Path) -> int:
     return sum(parameter.nbytes for parameter in policy.parameters())
 
 
-def export_base(policy: Any, model: ModelTable, grid: Grid) -> Iterator[tuple[str, Tensor]]:
+def export_base(policy: PolicyModel, model: ModelTable, grid: Grid) -> Iterator[tuple[str, Tensor]]:
     """Yield the base weights under their Hugging Face names on rank 0; all ranks must run it to the end.
 
     A tied output layer is yielded once, as the embedding.
