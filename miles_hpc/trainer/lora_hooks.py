@@ -31,20 +31,19 @@ class AdapterHooks:
         Raises:
             DriverError: if a name is unknown, half of a pair is missing, or a shape does not fit its module.
         """
-        pairs = _pair_up(state)
         modules = dict(self._model.named_modules())
-        checked = [
-            (modules[name], *_checked(name, modules.get(name), pair, config))
-            for name, pair in sorted(pairs.items())
-        ]
+        checked = {
+            name: _checked(name, modules.get(name), pair, config)
+            for name, pair in _pair_up(state).items()
+        }
         self.remove()
-        digest_of: dict[str, np.ndarray] = {}
-        for module, a_RI, b_OR in checked:
-            self._handles.append(module.register_forward_hook(_make_hook(a_RI, b_OR, config.scale)))
-        for name, (_, a_RI, b_OR) in zip(sorted(pairs), checked, strict=True):
-            digest_of[f"base_model.model.{name}.lora_A.weight"] = a_RI.float().numpy()
-            digest_of[f"base_model.model.{name}.lora_B.weight"] = b_OR.float().numpy()
-        return digest_adapter(digest_of)
+        in_use: dict[str, np.ndarray] = {}
+        for name, (a_RI, b_OR) in checked.items():
+            hook = _make_hook(a_RI, b_OR, config.scale)
+            self._handles.append(modules[name].register_forward_hook(hook))
+            in_use[f"base_model.model.{name}.lora_A.weight"] = a_RI.float().numpy()
+            in_use[f"base_model.model.{name}.lora_B.weight"] = b_OR.float().numpy()
+        return digest_adapter(in_use)
 
     def remove(self) -> None:
         """Return to the base model."""

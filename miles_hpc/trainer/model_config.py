@@ -73,6 +73,8 @@ def check_checkpoint(folder: Path, model: ModelTable) -> None:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"a JSON {type(config).__name__}")
     except (OSError, ValueError) as error:
         raise DriverError(
             f"{path}: {error}; expected the config.json of a Hugging Face checkpoint. "
