@@ -14,6 +14,8 @@ from miles_hpc.plan.engine_sizes import ENGINE_SIZE_CHECKS
 from miles_hpc.plan.environ import make_environment
 from miles_hpc.plan.findings import Check, Finding, errors_of, locate, refuse, run_checks
 from miles_hpc.plan.layout import LAYOUT_CHECKS, make_layout, make_rollout_layout
+from miles_hpc.plan.memory import MemoryPlan, plan_memory
+from miles_hpc.plan.memory_rules import MEMORY_RULES, memory_checks
 from miles_hpc.plan.plan import EnvVar, Plan
 from miles_hpc.plan.rules import CHECKS, nearest_fits
 from miles_hpc.spec.checks import SPEC_RULES
@@ -44,13 +46,22 @@ class Draft:
 def all_rules() -> tuple[Rule, ...]:
     """Return the rules of the spec, the planner and both engines, in order of their ids."""
     checks = (*CHECKS, *native.NATIVE_CHECKS, *miles.MILES_CHECKS)
-    rules = (*SPEC_RULES, *(check.rule for check in checks))
+    rules = (*SPEC_RULES, *MEMORY_RULES, *(check.rule for check in checks))
     return tuple(sorted(rules, key=lambda rule: rule.id))
 
 
 def find(spec: JobSpec) -> tuple[Finding, ...]:
-    """Return everything that the planner's and the engine's rules say about `spec`."""
-    return run_checks((*CHECKS, *ENGINE_CHECKS[spec.job.engine]), spec)
+    """Return everything that the planner's and the engine's rules say about `spec`; memory only of a sound layout."""
+    findings = run_checks((*CHECKS, *ENGINE_CHECKS[spec.job.engine]), spec)
+    if errors_of(run_checks((*LAYOUT_CHECKS, *ENGINE_SIZE_CHECKS), spec)):
+        return findings
+    return (*findings, *run_checks(memory_checks(memory_of(spec)), spec))
+
+
+def memory_of(spec: JobSpec) -> MemoryPlan:
+    """Return the memory of every phase under the engine that the spec names, for a sound layout."""
+    is_miles = spec.job.engine == "miles"
+    return plan_memory(spec, miles.memory_traits(spec) if is_miles else native.memory_traits())
 
 
 def draft_plan(
@@ -82,6 +93,7 @@ def draft_plan(
         engine=spec.job.engine,
         layout=make_layout(spec),
         rollout=make_rollout_layout(spec),
+        memory=memory_of(spec),
         environment=_environment(spec),
         driver_argv=_driver_argv(spec, python),
         overrides=tuple(overrides),
@@ -159,4 +171,9 @@ def _environment(spec: JobSpec) -> tuple[EnvVar, ...]:
 
 
 def _notes(spec: JobSpec) -> tuple[str, ...]:
-    return (miles.NOTE,) if spec.job.engine == "miles" else ()
+    limits = {"cluster.node_memory": spec.cluster.node_memory or spec.cluster.memory_per_node}
+    if spec.cluster.device == "gpu":
+        limits["cluster.gpu_memory"] = spec.cluster.gpu_memory
+    unknown = [key for key, size in limits.items() if size is None]
+    notes = (f"Memory is planned but not judged: set {' and '.join(unknown)}.",) if unknown else ()
+    return (*notes, miles.NOTE) if spec.job.engine == "miles" else notes

@@ -6,13 +6,20 @@ environment, and cannot be submitted.
 
 from collections.abc import Iterator
 
+from miles_hpc.plan.batch import longest_sample_tokens
 from miles_hpc.plan.findings import Check, Verdict
+from miles_hpc.plan.memory import EngineTraits
 from miles_hpc.plan.plan import EnvVar
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
+from miles_hpc.units import format_bytes
 
 NOTE = "This version plans jobs of the miles engine but cannot drive them yet: driver_argv is empty and submit refuses the plan."
 _MILES = "radixark/miles 31f1ca961"
+DENSE_ATTENTION_TOKENS = 4096
+_SCORE_BYTES = 6
+_REVISIONS_WITHOUT_ACTOR_COPY = ("18bce68cb", "57b381de5")
+"""Head and merge of pull request 2488: under LoRA the sleeping trainer's own backup serves the weight update too."""
 
 
 def driver_argv() -> tuple[str, ...]:
@@ -39,6 +46,29 @@ def make_environment(spec: JobSpec) -> tuple[EnvVar, ...]:
         ),
     )
     return tuple(variable for variable in variables if variable.name not in spec.env)
+
+
+def memory_traits(spec: JobSpec) -> EngineTraits:
+    """Return what Miles keeps in memory beside the sleeping side's backup.
+
+    A colocated trainer holds a pinned copy of its weights for weight updates, also when it sleeps on disk; revisions
+    with deduplication do without it under LoRA. A reference is one more. Revisions that are not known are counted as having it.
+
+    Source: radixark/miles 31f1ca961 miles/backends/megatron_utils/actor.py, tensor_backper.py; pull requests 2488, 3089.
+    """
+    engine = spec.engine.miles
+    revision = "" if engine is None else engine.revision
+    shares = revision.startswith(_REVISIONS_WITHOUT_ACTOR_COPY)
+    extra = {} if engine is None else engine.extra_args
+    reference = spec.train.kl_coef > 0 or bool(extra.get("use-kl-loss"))
+    actor = 0 if spec.lora is not None and shares and not reference else 1
+    longest = extra.get("max-seq-len")
+    return EngineTraits(
+        pinned_copies=actor + (1 if reference else 0),
+        keeps_engine_copy=spec.offload.base_cpu_backup,
+        paused_adapters=False,
+        longest_sample_tokens=longest if isinstance(longest, int) else None,
+    )
 
 
 def _weights(spec: JobSpec) -> Iterator[Verdict]:
@@ -97,6 +127,24 @@ def _agrees(spec: JobSpec) -> Iterator[Verdict]:
         )
 
 
+def _dense_attention(spec: JobSpec) -> Iterator[Verdict]:
+    engine, model = spec.engine.miles, spec.model
+    if engine is None or engine.extra_args.get("dsa-attention-backend") != "megatron":
+        return
+    length = memory_traits(spec).longest_sample_tokens or longest_sample_tokens(spec)
+    if length <= DENSE_ATTENTION_TOKENS:
+        return
+    layers, heads = model.num_layers, model.num_attention_heads // spec.parallel.tp
+    needed = layers * heads * _SCORE_BYTES * length**2
+    yield Verdict(
+        keys=("engine.miles.extra_args", "rollout.max_response_tokens"),
+        found=f"dsa-attention-backend megatron: {layers} layers * {heads} heads a rank * {_SCORE_BYTES} B * {length}^2"
+        f" tokens = {format_bytes(needed)} of scores a rank",
+        expected=f"samples of at most {DENSE_ATTENTION_TOKENS} tokens with that backend",
+        fix="Set dsa-attention-backend to tilelang, with qkv-format thd.",
+    )
+
+
 MILES_CHECKS = (
     Check(
         Rule(
@@ -126,5 +174,15 @@ MILES_CHECKS = (
             source=f"{_MILES} miles/backends/megatron_utils/update_weight/update_weight_from_tensor.py:251; docs/models/qwen/qwen3-8.md",
         ),
         _agrees,
+    ),
+    Check(
+        Rule(
+            id="MH554",
+            title="sparse attention that stays sparse",
+            reason="Megatron's own backend for GLM's sparse attention keeps the scores of every pair of tokens for backward.",
+            arithmetic="num_layers * heads a rank * 6 B * tokens^2: 59 GiB at 4096 tokens, 234 GiB at 8192 (GLM-5.2, tp 8)",
+            source=f"{_MILES} examples/swe-agent-harbor-docker/run_glm52_lora_tb2_daytona.py (dsa_attention_backend)",
+        ),
+        _dense_attention,
     ),
 )

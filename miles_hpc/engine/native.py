@@ -6,6 +6,7 @@ Knows nothing of how it trains; that is `miles_hpc.trainer`, which this package 
 from collections.abc import Iterator
 
 from miles_hpc.plan.findings import Check, Verdict
+from miles_hpc.plan.memory import EngineTraits
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 
@@ -15,6 +16,11 @@ _SOURCE = "miles_hpc/trainer"
 def driver_argv(python: str) -> tuple[str, ...]:
     """Return the driver's command; `{run_dir}` is filled on the head node."""
     return (python, "-m", "miles_hpc.trainer", "{run_dir}")
+
+
+def memory_traits() -> EngineTraits:
+    """Return what the native engine keeps in memory: no copy but the sleeping side's own."""
+    return EngineTraits()
 
 
 def _model(spec: JobSpec) -> Iterator[Verdict]:

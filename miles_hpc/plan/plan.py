@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from miles_hpc.plan.findings import Finding
+from miles_hpc.plan.memory import MemoryPlan
 
 VERSION = 1
 
@@ -61,6 +62,7 @@ class Plan:
     """What will run, every value resolved but those only a node can know.
 
     Attributes:
+        memory: memory of every phase against the limits.
         driver_argv: the driver's command; `{run_dir}`, `{attempt_dir}`, `{scratch_dir}`, `{head_address}` and
             `{num_nodes}` are filled on the head node. Empty for an engine that cannot be driven yet.
         overrides: the `--set` arguments, as given.
@@ -74,6 +76,7 @@ class Plan:
     engine: Literal["native", "miles"]
     layout: Layout
     rollout: RolloutLayout
+    memory: MemoryPlan
     environment: tuple[EnvVar, ...]
     driver_argv: tuple[str, ...]
     overrides: tuple[str, ...]

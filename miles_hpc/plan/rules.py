@@ -4,9 +4,10 @@ The rules themselves stand beside the arithmetic they check: `layout`, `batch`, 
 Engines add theirs in `miles_hpc.engine`.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, islice, product
+from itertools import combinations, islice
 
 from miles_hpc.plan.batch import BATCH_CHECKS, samples_per_step
 from miles_hpc.plan.colocation import COLOCATION_CHECKS
@@ -39,6 +40,10 @@ _SIZES = (
     "cluster.num_nodes",
 )
 _MOST_TRIALS = 3000
+_CHOICE_DISTANCE = 0.5
+"""Distance of another choice than a size: less than doubling or halving something."""
+
+Change = dict[str, int | str]
 
 
 def value_at(spec: JobSpec, key: str) -> object:
@@ -61,17 +66,15 @@ def nearest_fits(spec: JobSpec, findings: Findings, *, most: int = 3) -> tuple[s
     One key is changed, or two when no single one is enough; the distance of a change is the sum of |log2(new / old)|.
     The smallest number of nodes that fits with nothing else changed is always among them when there is one.
     """
-    ones = [{key: value} for key in _SIZES for value in _candidates(spec, key)]
+    ones: list[Change] = [{key: value} for key in _SIZES for value in _candidates(spec, key)]
+    ones += _choices(spec)
     found = [change for change in ones if not errors_of(findings(_changed(spec, change)))]
     if not found:
         pairs = sorted(
             (
                 {**first, **second}
-                for one, other in combinations(_SIZES, 2)
-                for first, second in product(
-                    [change for change in ones if one in change],
-                    [change for change in ones if other in change],
-                )
+                for first, second in combinations(ones, 2)
+                if not first.keys() & second.keys()
             ),
             key=lambda change: _distance(spec, change),
         )
@@ -79,26 +82,34 @@ def nearest_fits(spec: JobSpec, findings: Findings, *, most: int = 3) -> tuple[s
         found = list(islice(fitting, most))
     found.sort(key=lambda change: _distance(spec, change))
     nodes = [change for change in found if change.keys() == {"cluster.num_nodes"}]
-    chosen = found[:most]
     if nodes:
-        smallest = min(nodes, key=lambda change: change["cluster.num_nodes"])
-        chosen = [
-            smallest,
-            *[change for change in found if change.keys() != {"cluster.num_nodes"}],
-        ][:most]
-    return tuple(
-        " and ".join(f"set {key} = {value}" for key, value in change.items()) for change in chosen
-    )
+        smallest = min(nodes, key=lambda change: int(change["cluster.num_nodes"]))
+        found = [smallest, *[change for change in found if change not in nodes]]
+    return tuple(_phrase(change) for change in found[:most])
 
 
-def _changed(spec: JobSpec, change: dict[str, int]) -> JobSpec:
+def _phrase(change: Change) -> str:
+    return " and ".join(f"set {key} = {json.dumps(value)}" for key, value in change.items())
+
+
+def _choices(spec: JobSpec) -> list[Change]:
+    """Return other choices than sizes that are worth trying."""
+    offload = spec.offload
+    both_sleep = spec.cluster.device == "gpu" and "none" not in (offload.train, offload.rollout)
+    return [{"offload.peak_device": "gpu"}] if both_sleep and offload.peak_device == "cpu" else []
+
+
+def _changed(spec: JobSpec, change: Change) -> JobSpec:
     for key, value in change.items():
         spec = with_value(spec, key, value)
     return spec
 
 
-def _distance(spec: JobSpec, change: dict[str, int]) -> float:
-    return sum(abs(math.log2(value / _current(spec, key))) for key, value in change.items())
+def _distance(spec: JobSpec, change: Change) -> float:
+    return sum(
+        _CHOICE_DISTANCE if isinstance(value, str) else abs(math.log2(value / _current(spec, key)))
+        for key, value in change.items()
+    )
 
 
 def _current(spec: JobSpec, key: str) -> int:

@@ -24,6 +24,7 @@ DENSE: dict[str, Any] = {
     "cluster": {"num_nodes": 1, "gpus_per_node": 8},
     "rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_response_tokens": 1024},
     "train": {"num_steps": 1, "learning_rate": 1e-5, "max_tokens_per_gpu": 4096},
+    "offload": {"scratch_min_free": "2TiB"},
     "data": {"source": "jsonl", "path": "/data/p.jsonl"},
     "engine": {
         "miles": {"root": "/m", "revision": "31f1ca961", "megatron_path": "/g", "model_type": "t"}
@@ -53,7 +54,7 @@ QWEN38: dict[str, Any] = {
     "model.shared_expert_ffn_hidden_size": 2048,
     "model.full_attention_interval": 4,
     "model.num_mtp_layers": 1,
-    "model.total_params": 2_411_000_000_000,
+    "model.total_params": 2_417_000_000_000,
     "model.max_position_embeddings": 262144,
     "model.rollout_quantisation": "nvfp4",
     "model.megatron_checkpoint": "/models/q_torch_dist",
@@ -74,7 +75,9 @@ QWEN38: dict[str, Any] = {
     "lora": {"rank": 32, "alpha": 64.0},
     "offload.train": "host",
     "offload.rollout": "host",
+    "offload.peak_device": "gpu",
     "offload.base_cpu_backup": True,
+    "engine.miles.revision": "57b381de5",
 }
 
 GLM52: dict[str, Any] = {
@@ -83,7 +86,11 @@ GLM52: dict[str, Any] = {
     "model.hidden_size": 6144,
     "model.num_attention_heads": 64,
     "model.num_query_groups": 64,
-    "model.head_dim": 256,
+    "model.head_dim": 192,
+    "model.q_lora_rank": 2048,
+    "model.kv_lora_rank": 512,
+    "model.qk_rope_head_dim": 64,
+    "model.v_head_dim": 256,
     "model.ffn_hidden_size": 12288,
     "model.vocab_size": 154880,
     "model.num_experts": 256,
@@ -98,7 +105,7 @@ GLM52: dict[str, Any] = {
     "model.rollout_checkpoint": "/models/glm_fp8",
     "cluster.num_nodes": 4,
     "cluster.gpus_per_node": 8,
-    "cluster.gpu_memory": "140GB",
+    "cluster.gpu_memory": "140GiB",
     "cluster.node_memory": "2TiB",
     "parallel.tp": 8,
     "parallel.ep": 32,
@@ -107,6 +114,7 @@ GLM52: dict[str, Any] = {
     "rollout.prompts_per_step": 4,
     "rollout.max_response_tokens": 8192,
     "rollout.lora_backend": "triton",
+    "rollout.mem_fraction_static": 0.85,
     "train.max_tokens_per_gpu": 16384,
     "train.recompute": "full",
     "lora": {"rank": 16, "alpha": 32.0, "target_modules": ["q_a_proj", "q_b_proj", "o_proj"]},
