@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -18,15 +18,13 @@ from miles_hpc.errors import SubmitError
 from miles_hpc.handoff import Handoff, NcclPin, ScratchRequest, Variable
 from miles_hpc.launch.sbatch import check_run_path, render_sbatch
 from miles_hpc.paths import RunDir
+from miles_hpc.plan.memory import OBJECT_STORE_BYTES
 from miles_hpc.plan.plan import Plan
 from miles_hpc.run.resume import write_whole
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.load import LoadedSpec
 
 Cluster = Literal["slurm", "local"]
-
-_OBJECT_STORE_CPU_BYTES = 128 * 2**20
-_OBJECT_STORE_GPU_BYTES = 16 * 2**30
 
 
 def write_run_folder(
@@ -73,9 +71,7 @@ def make_handoff(spec: JobSpec, plan: Plan, run: RunDir, *, cluster: Cluster) ->
         gpus_per_node=spec.cluster.gpus_per_node,
         cpus_per_node=spec.cluster.cpus_per_node,
         memory_bytes=spec.cluster.memory_per_node,
-        object_store_bytes=_OBJECT_STORE_CPU_BYTES
-        if spec.cluster.device == "cpu"
-        else _OBJECT_STORE_GPU_BYTES,
+        object_store_bytes=OBJECT_STORE_BYTES[spec.cluster.device],
         environment=tuple(
             Variable(name=entry.name, value=entry.value, scope=entry.scope)
             for entry in plan.environment
@@ -157,8 +153,9 @@ def _claimed(spec: JobSpec, output: Path | None) -> Iterator[tuple[Path, Path]]:
     except BaseException:
         for folder in made:
             shutil.rmtree(folder, ignore_errors=True)
-        for folder in reversed(parents):
-            folder.rmdir()
+        with suppress(OSError):  # somebody else has put something there meanwhile
+            for folder in reversed(parents):
+                folder.rmdir()
         raise
 
 

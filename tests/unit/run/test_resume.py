@@ -95,7 +95,7 @@ def test_a_job_that_has_ended_is_not_asked_for(run):
 
 def test_resume_never_forbids_a_second_attempt(run):
     take(run, identity("7"), resume="never")
-    with pytest.raises(ResumeError, match="resume is .never"):
+    with pytest.raises(ResumeError, match=r"resume is .never"):
         take(run, identity("7", 1), resume="never")
 
 
