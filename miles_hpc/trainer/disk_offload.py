@@ -6,6 +6,7 @@ nor optimizers; which folder is whose is `rank_dir`'s business.
 """
 
 import ctypes
+import mmap
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from typing import Protocol
 import torch
 
 from miles_hpc.trainer.disk_file import DiskFile, DiskOffloadError, IoMode
-from miles_hpc.trainer.disk_layout import StreamLayout
+from miles_hpc.trainer.disk_layout import StreamLayout, round_up
 from miles_hpc.trainer.disk_staging import REQUESTS_IN_FLIGHT, Staging, read_spans, write_spans
 
 _libc = ctypes.CDLL(None)
+_HUGE_PAGE_BYTES = 2**21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,16 @@ class ResizedStorages:
         for storage, size in zip(storages, sizes, strict=True):
             if storage.size() != size:
                 storage.resize_(size)
+                if storage.device.type == "cpu":
+                    _prefer_huge_pages(storage.data_ptr(), size)
+
+
+def _prefer_huge_pages(address: int, size: int) -> None:
+    """Let the first touch of fresh memory fault in 2 MiB at a time: 4 KiB faults cost more than the disk does."""
+    first = round_up(address, _HUGE_PAGE_BYTES)
+    length = (address + size - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if length > 0:  # advice: a kernel that cannot follow it says so and nothing is lost
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
 
 class SaverRegion:
