@@ -95,14 +95,22 @@ def plan(
     overrides: Overrides = None,
     cluster: OnCluster = Cluster.SLURM,
     as_json: AsJson = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write the plan as one page with figures."),
+    ] = None,
 ) -> None:
-    """Show what would run: layout, environment with its reasons, and the driver's command."""
-    from miles_hpc.launch.describe import describe_plan
+    """Show what would run: layout, memory by phase, environment with its reasons, and the driver's command."""
+    from miles_hpc.launch.describe import describe_plan, write_page
     from miles_hpc.plan.findings import refuse
 
     draft = _draft(_load(spec, site, overrides, cluster))
-    if draft.plan is not None:
-        print(draft.plan.to_json() if as_json else describe_plan(draft.plan), end="")
+    if as_json:
+        print(draft.to_json(), end="")
+    elif draft.plan is not None:
+        print(describe_plan(draft.plan), end="")
+    if html is not None and draft.plan is not None:
+        write_page(draft.plan, draft.would_fit, html)
     refuse(draft.findings, draft.would_fit)
 
 

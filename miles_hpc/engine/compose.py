@@ -3,8 +3,9 @@
 Pure: reads no file and no clock. Writing a plan into a run folder is `launch.bundle`.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from miles_hpc.engine import miles, native
@@ -41,6 +42,17 @@ class Draft:
     plan: Plan | None
     findings: tuple[Finding, ...]
     would_fit: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """Return the plan's JSON with `would_fit`; of an impossible layout, what the rules say alone."""
+        if self.plan is None:
+            shown: dict[str, object] = {
+                "layout": None,
+                "findings": [asdict(f) for f in self.findings],
+            }
+        else:
+            shown = asdict(self.plan)
+        return json.dumps({**shown, "would_fit": self.would_fit}, indent=2) + "\n"
 
 
 def all_rules() -> tuple[Rule, ...]:

@@ -5,23 +5,27 @@ Knows the shapes of `Plan` and `Rule`, nothing of how they are made.
 
 import shlex
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
+from pathlib import Path
 
 from miles_hpc.engine.compose import all_rules
-from miles_hpc.errors import SpecError
+from miles_hpc.errors import SpecError, SubmitError
+from miles_hpc.plan.page import render_page
 from miles_hpc.plan.plan import Plan
+from miles_hpc.plan.timeline import memory_lines
 
 _WIDTH = 100
 
 
 def describe_plan(plan: Plan) -> str:
-    """Return layout, environment with reasons, driver command and what the rules say, one thing a line."""
+    """Return layout, memory by phase, environment with reasons, driver command and what the rules say, one thing a line."""
     lines = [f"{plan.name}: engine {plan.engine}", "", "layout"]
     lines += [f"  {name:<18}{value}" for name, value in asdict(plan.layout).items()]
     lines += ["", "rollout"]
     lines += [f"  {name:<18}{value}" for name, value in asdict(plan.rollout).items()]
-    lines += ["", "environment"]
+    lines += ["", "memory", *memory_lines(plan.memory), "", "environment"]
     for variable in plan.environment:
         lines.append(f"  {variable.name}={variable.value}" + _scope(variable.scope))
         lines += textwrap.wrap(
@@ -34,9 +38,24 @@ def describe_plan(plan: Plan) -> str:
     lines += ["", "driver", f"  {command}"]
     if plan.findings or plan.notes:
         lines += ["", "notes"]
-        lines += [f"  {finding.level}: {finding}" for finding in plan.findings]
-        lines += [f"  {note}" for note in plan.notes]
+        notes = [*(f"{finding.level}: {finding}" for finding in plan.findings), *plan.notes]
+        for note in notes:
+            lines += textwrap.wrap(note, _WIDTH, initial_indent="  ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
+
+
+def write_page(plan: Plan, would_fit: Sequence[str], path: Path) -> None:
+    """Write the plan's HTML page to `path`.
+
+    Raises:
+        SubmitError: if the file cannot be written.
+    """
+    try:
+        path.write_text(render_page(plan, would_fit), encoding="utf-8")
+    except OSError as error:
+        raise SubmitError(
+            f"--html {path}: {error}; expected a file that can be written. Name another one."
+        ) from error
 
 
 def explain_rule(name: str) -> str:

@@ -13,7 +13,7 @@ from tests.architecture.sources import ROOT
 SPEC = ["SPEC", "--site", "--set"]
 COMMANDS = {
     "check": [*SPEC, "--cluster"],
-    "plan": [*SPEC, "--cluster", "--json"],
+    "plan": [*SPEC, "--cluster", "--json", "--html"],
     "submit": [*SPEC, "--cluster", "--wait/--no-wait", "--json"],
     "render": [*SPEC, "-o/--output", "--json"],
     "status": ["RUN", "--json"],
