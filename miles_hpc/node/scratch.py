@@ -5,11 +5,13 @@ behind is collected only when that lock is free, it is this user's, and no proce
 what is written there.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,6 +53,9 @@ class JobFolder:
     def remove(self) -> None:
         """Remove the folder and what is in it, then let go of the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # Only the last job's removal succeeds: a folder with another job's in it is not empty.
+            self.path.parent.rmdir()
         if self.lock_descriptor >= 0:
             os.close(self.lock_descriptor)
             self.lock_descriptor = -1
@@ -151,11 +156,19 @@ def make_ray_temp(scratch_root: Path, job_tag: str, node: str) -> JobFolder:
 
 def _make(path: Path, job_tag: str) -> JobFolder:
     parent = path.parent
-    parent.mkdir(mode=0o700, exist_ok=True)
-    status = parent.lstat()
-    if status.st_uid != os.getuid() or parent.is_symlink():
-        raise PermissionError(f"{parent} belongs to another user")
-    path.mkdir(mode=0o700)
+    while True:
+        parent.mkdir(mode=0o700, exist_ok=True)
+        status = parent.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise PermissionError(f"{parent} belongs to another user")
+        # Ray opens its own folder to everybody; this one keeps them out.
+        parent.chmod(0o700)
+        try:
+            path.mkdir(mode=0o700)
+            break
+        except FileNotFoundError:
+            # Another job of this user has just removed the parent with its last folder.
+            continue
     owner = path / _LOCK
     descriptor = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
