@@ -1,0 +1,96 @@
+"""What a path really is, from fixed mount tables; page cache and backing, on this machine's own disks."""
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from miles_hpc.filesystem import (
+    can_leave_memory,
+    describe_path,
+    drop_page_cache,
+    mount_of,
+    parse_mountinfo,
+    regular_files,
+    resident_bytes,
+)
+
+TABLE = textwrap.dedent(
+    r"""
+    22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
+    30 22 0:25 / /dev/shm rw,nosuid - tmpfs tmpfs rw,size=24684084k
+    31 22 0:40 / /lustre rw shared:7 master:2 - lustre 10.0.0.1@o2ib:/scratch rw
+    32 22 0:41 / /with\040blank rw - xfs /dev/nvme0n1 rw
+    33 22 252:0 / /zram rw - ext4 /dev/zram0 rw
+    34 22 0:50 / /over rw - overlay overlay rw,lowerdir=/lower,upperdir=/dev/shm,workdir=/dev/shm/w
+    35 22 0:51 / /hidden rw - overlay overlay rw,lowerdir=/lower,upperdir=/not/visible/here,workdir=/w
+    36 22 0:52 / /late rw - tmpfs tmpfs rw
+    37 36 0:53 / /late rw - ext4 /dev/vdb rw
+    """
+).strip()
+
+
+@pytest.mark.parametrize(
+    ("path", "backing"),
+    [
+        ("/somewhere/deep", "disk"),
+        ("/dev/shm/x", "memory"),
+        ("/dev/shmx", "disk"),
+        ("/lustre/me", "network"),
+        ("/with blank/x", "disk"),
+        ("/zram/x", "memory"),
+        ("/over/x", "memory"),
+        ("/hidden/x", "unknown"),
+        ("/late/x", "disk"),
+    ],
+)
+def test_backing_follows_the_mount_that_holds_the_path(path, backing):
+    assert describe_path(Path(path), parse_mountinfo(TABLE)).backing == backing
+
+
+def test_a_link_does_not_hide_a_memory_file_system(tmp_path):
+    (tmp_path / "nvme").symlink_to("/dev/shm")
+    facts = describe_path(tmp_path / "nvme" / "job", parse_mountinfo(TABLE))
+    assert facts.resolved == Path("/dev/shm/job")
+    assert facts.backing == "memory"
+    assert "tmpfs" in facts.why
+
+
+def test_a_line_that_is_no_mount_is_left_out():
+    assert parse_mountinfo("nonsense\n22 1 254:0 / / rw - ext4\n") == ()
+    assert mount_of(Path("/x"), ()).fs_type == "unknown"
+
+
+def test_only_a_memory_file_system_keeps_what_is_dropped(tmp_path):
+    if describe_path(tmp_path).backing == "disk":
+        assert can_leave_memory(tmp_path)
+    assert not can_leave_memory(Path("/dev/shm"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_reached_twice_are_counted_once(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    blob = tmp_path / "blobs" / "weights"
+    blob.write_bytes(b"x" * 10)
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model").symlink_to(blob)
+    (tmp_path / "snapshot" / "broken").symlink_to(tmp_path / "none")
+    roots = (tmp_path / "snapshot", tmp_path / "blobs", tmp_path / "missing", blob)
+    assert len(tuple(regular_files(roots))) == 1
+
+
+def test_dropping_takes_a_files_pages_out_of_memory(tmp_path):
+    if describe_path(tmp_path).backing != "disk":
+        pytest.skip("the temporary folder is not on a disk")
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom((3 << 20) + 17))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        file.read()
+    assert resident_bytes(path) == (3 << 20) + 17
+    (tmp_path / "empty").touch()
+    found = drop_page_cache((tmp_path,))
+    assert (found.num_files, found.total_bytes) == (2, (3 << 20) + 17)
+    assert found.resident_before_bytes == (3 << 20) + 17
+    assert found.resident_after_bytes == 0
