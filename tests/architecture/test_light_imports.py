@@ -41,7 +41,7 @@ GPU_LIBRARIES = {
 }
 # A test folder that is about these imports them; elsewhere they would only make every run slow to start.
 STACK = {"megatron", "peft", "ray", "torch", "transformers"}
-STACK_FOLDERS = ("tests/gpu/", "tests/unit/trainer/", "tests/unit/probe/")
+STACK_FOLDERS = ("tests/bench/", "tests/gpu/", "tests/unit/trainer/", "tests/unit/probe/")
 
 
 def modules_after(statement: str, *flags: str) -> set[str]:
