@@ -121,6 +121,17 @@ def save_checkpoint(
         _agree(grid, _attempt(action, folder))
 
 
+def _owned(value: object) -> object:
+    """Return `value` with every tensor copied: torch.load's own memory cannot be freed while offloaded."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _owned(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_owned(item) for item in value)
+    return value
+
+
 def load_checkpoint(folder: Path, spec: JobSpec, grid: Grid) -> dict[str, Any]:
     """Return this rank's state from `folder`, on the CPU.
 
@@ -147,7 +158,7 @@ def load_checkpoint(folder: Path, spec: JobSpec, grid: Grid) -> dict[str, Any]:
             f"{folder}: {error}; expected {LAYOUT} and {_rank_file(folder, grid).name} from a complete checkpoint. "
             "Remove this folder to continue from an older one."
         ) from error
-    return state
+    return {key: _owned(value) for key, value in state.items()}
 
 
 def copy_parameters(saved: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
