@@ -302,10 +302,10 @@ def _print_status(now: "Status", *, as_json: bool) -> None:
 
 
 def _wait(run_dir: Path) -> NoReturn:
-    from miles_hpc.launch.progress import exit_code_of, wait_for_run
-    from miles_hpc.launch.queue import open_run
-
     try:
+        from miles_hpc.launch.progress import exit_code_of, wait_for_run
+        from miles_hpc.launch.queue import open_run
+
         last = wait_for_run(open_run(run_dir), sys.stderr)
     except KeyboardInterrupt:
         print(

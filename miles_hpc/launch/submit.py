@@ -125,6 +125,9 @@ def submit_local(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
         environ={**os.environ, "PYTHONPATH": path, "SUBMITIT_LOG_LEVEL": "NOCONFIG"},
     )
     job = read_object(run.job)
+    if done.exit_code == SubmitError.exit_code:
+        remove_run_folder(run)
+        raise SubmitError(done.stderr.strip())
     if not done.ok or job is None:
         remove_run_folder(run)
         raise SubmitError(
@@ -135,31 +138,23 @@ def submit_local(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
 
 
 def _start_local(run: RunDir, time_limit_s: float) -> None:
-    """Start submitit's controller from a fresh session, with its output in submission/controller.log."""
+    """Start submitit's controller from a fresh session and write job.json."""
     handoff = read_handoff(run.handoff)
     os.setsid()
     os.chdir(run.root)
-    log = os.open(run.submission / "controller.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    saved = (
-        os.dup(1),
-        os.dup(2),
-    )  # os.dup marks them close-on-exec: the controller must not hold the CLI's pipes.
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    submitit = _import_submitit()
-    executor = submitit.LocalExecutor(folder=run.submission)
-    executor.update_parameters(
-        nodes=1,
-        tasks_per_node=handoff.num_nodes,
-        gpus_per_node=handoff.gpus_per_node * handoff.num_nodes,
-        # Then the controller sends SIGINT and, a second later, SIGKILL; the agents clean up after both.
-        timeout_min=time_limit_s / 60,
-        signal_delay_s=0,
-        stderr_to_stdout=True,
-    )
     started_s = time.time()
-    job = executor.submit(os.execv, "/usr/bin/env", list(node_argv(handoff)))
+    with _output_to(run.submission / "controller.log"):
+        executor = _import_submitit().LocalExecutor(folder=run.submission)
+        executor.update_parameters(
+            nodes=1,
+            tasks_per_node=handoff.num_nodes,
+            gpus_per_node=handoff.gpus_per_node * handoff.num_nodes,
+            # Then the controller sends SIGINT and, a second later, SIGKILL; the agents clean up after both.
+            timeout_min=time_limit_s / 60,
+            signal_delay_s=0,
+            stderr_to_stdout=True,
+        )
+        job = executor.submit(os.execv, "/usr/bin/env", list(node_argv(handoff)))
     _write_job(
         run,
         {
@@ -171,8 +166,22 @@ def _start_local(run: RunDir, time_limit_s: float) -> None:
             "start_ticks": process_start_ticks(int(job.job_id)),
         },
     )
-    os.dup2(saved[0], 1)
-    os.dup2(saved[1], 2)
+
+
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Give the processes started inside `path` as their output instead of the pipes of the command line."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    saved = os.dup(1), os.dup(2)  # os.dup marks them close-on-exec
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    try:
+        yield
+    finally:
+        for number, descriptor in enumerate(saved, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 def _import_submitit() -> ModuleType:

@@ -25,6 +25,7 @@ State = Literal[
 ]  # fmt: skip
 FINAL_STATES = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 _REFUSED_EXIT_CODE = 13
+_CLOCK_SLACK_S = 1.0
 _RUNS = frozenset({Kind.CLUSTER_READY, Kind.DRIVER_STARTED, Kind.PHASE, Kind.STEP})
 
 
@@ -113,22 +114,24 @@ def report(run: RunDir, job: JobReference | None, view: QueueView) -> Status:
     attempt = _attempt_of(attempts, job)
     verdict = None if attempt is None else read_verdict(attempt)
     if verdict is not None and verdict.state != "REQUEUED":
-        return _status(run, job, number, _judged(verdict, job, view, attempt), verdict)
+        return _status(run, job, number, _judged(verdict, job, view), verdict)
     return _status(run, job, number, _without_verdict(run, job, view, attempt, verdict), verdict)
 
 
 def _judged(
-    verdict: Verdict, job: JobReference | None, view: QueueView, attempt: AttemptDir | None
+    verdict: Verdict, job: JobReference | None, view: QueueView
 ) -> tuple[State, int | None, str]:
-    """Return what the verdict says; a stop that nobody asked for but the time limit is a failure."""
+    """Return what the verdict says; a stop that nobody asked for but the time limit is a failure.
+
+    Slurm says so itself; on the local cluster job.json holds the limit, which counts from submission.
+    """
     if verdict.state != "CANCELLED" or job is None or job.cancel_requested:
         return verdict.state, verdict.exit_code, verdict.reason
-    limit_s = job.details.get("time_limit_s")
-    identity = None if attempt is None else read_identity(attempt)
+    limit_s, since_s = job.details.get("time_limit_s"), job.details.get("submitted_s")
     is_over = (
         isinstance(limit_s, int | float)
-        and identity is not None
-        and verdict.ended_s - identity.started_s >= limit_s
+        and isinstance(since_s, int | float)
+        and verdict.ended_s - since_s >= limit_s - _CLOCK_SLACK_S
     )
     if view.word == "TIMEOUT" or is_over:
         return "FAILED", verdict.exit_code, f"job.time_limit is over; {verdict.reason}"
