@@ -18,7 +18,7 @@ body { font: 14px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em aut
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid var(--line) }
 h3 { font-size: 1em } svg { max-width: 100%; height: auto; font-size: 12px }
 table { border-collapse: collapse } th, td { text-align: left; vertical-align: top; padding: 3px 12px 3px 0 }
-th { border-bottom: 1px solid var(--line) } td { overflow-wrap: anywhere } code { font-size: 0.93em }
+th { border-bottom: 1px solid var(--line) } td { overflow-wrap: anywhere } td:first-child { white-space: nowrap } code { font-size: 0.93em }
 pre { white-space: pre-wrap; overflow-wrap: anywhere } .error { color: var(--error) } .warning { color: var(--warning) }
 """
 _PLACES = (
@@ -82,7 +82,7 @@ def _memory(plan: Plan, place: str, title: str) -> str:
 def _findings(plan: Plan, would_fit: Sequence[str]) -> str:
     items = [
         f'<li class="{finding.level}">{finding.level}: {escape(str(finding))}</li>'
-        for finding in plan.findings
+        for finding in sorted(plan.findings, key=lambda finding: finding.level)
     ]
     items += [f"<li>{escape(note)}</li>" for note in plan.notes]
     if would_fit:

@@ -9,6 +9,7 @@ from miles_hpc.engine.compose import (
     all_rules,
     compose_plan,
     draft_plan,
+    page_cache_roots,
     require_drivable,
 )
 from miles_hpc.engine.miles import MILES_CHECKS
@@ -146,3 +147,29 @@ def test_every_rule_can_be_broken_by_some_test():
     text = "".join(path.read_text(encoding="utf-8") for path in tests.rglob("test_*.py"))
     ours = [rule.id for rule in all_rules() if not rule.id.startswith("MH1")]
     assert [name for name in ours if f'"{name}"' not in text] == []
+
+
+def test_the_json_of_an_impossible_layout_says_why_and_what_would_fit():
+    draft = draft_plan(spec_of(parallel__pp=3), python="p", package_version="0")
+    shown = json.loads(draft.to_json())
+    assert shown["layout"] is None
+    assert {"id", "level", "message", "where"} <= set(shown["findings"][0])
+    assert shown["would_fit"] == list(draft.would_fit) != []
+
+
+def test_the_json_of_a_plan_is_the_plan_with_what_would_fit():
+    draft = draft_plan(spec_of(NATIVE, CPU), python="p", package_version="0")
+    assert draft.plan is not None
+    shown = json.loads(draft.to_json())
+    assert shown.pop("would_fit") == []
+    assert shown == json.loads(draft.plan.to_json())
+
+
+def test_page_cache_roots_are_the_checkpoints_once_each_or_the_runs_cache():
+    glm = spec_of(GLM52)
+    assert page_cache_roots(glm, Path("/run")) == ("/models/toy", "/models/glm_fp8")
+    same = spec_of(GLM52, {"model.rollout_checkpoint": "/models/toy"})
+    assert page_cache_roots(same, Path("/run")) == ("/models/toy",)
+    random = spec_of(NATIVE, CPU, {"model.weights": "random", "model.hf_checkpoint": None})
+    assert page_cache_roots(random, Path("/run")) == ("/run/cache",)
+    assert page_cache_roots(spec_of(GLM52, {"offload.drop_page_cache": False}), Path("/run")) == ()
