@@ -35,21 +35,23 @@ Step = Callable[[Iterator[MicroBatch], nn.Module], tuple[Tensor, Callable[..., o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """One optimizer update, over the whole global batch.
+    """One optimizer update, over the whole global batch; a figure that is not finite is None.
 
     Attributes:
-        loss: None when it was not finite.
-        grad_norm: before clipping; None when it was not finite.
+        grad_norm: before clipping.
         skipped: the gradient was not finite and nothing was changed.
+        clip_fraction: share of the tokens whose ratio was clipped.
+        kl: mean KL estimate a token; 0 without a reference.
+        ratio_drift: mean |ratio - 1| a token.
         tokens: response tokens.
     """
 
     loss: float | None
     grad_norm: float | None
     skipped: bool
-    clip_fraction: float
-    kl: float
-    ratio_drift: float
+    clip_fraction: float | None
+    kl: float | None
+    ratio_drift: float | None
     tokens: int
 
 
@@ -255,15 +257,17 @@ class Policy:
         if not self.grid.has_result:
             return None
         loss, weight, clipped, kl, drift, tokens = total.tolist()
-        loss /= max(weight, 1)
-        finite = math.isfinite(grad_norm)
         count = max(tokens, 1)
         return UpdateReport(
-            loss=loss if math.isfinite(loss) else None,
-            grad_norm=grad_norm if finite else None,
-            skipped=not finite,
-            clip_fraction=clipped / count,
-            kl=kl / count,
-            ratio_drift=drift / count,
+            loss=_finite(loss / max(weight, 1)),
+            grad_norm=_finite(grad_norm),
+            skipped=not math.isfinite(grad_norm),
+            clip_fraction=_finite(clipped / count),
+            kl=_finite(kl / count),
+            ratio_drift=_finite(drift / count),
             tokens=int(tokens),
         )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
