@@ -145,6 +145,57 @@ def _dense_attention(spec: JobSpec) -> Iterator[Verdict]:
     )
 
 
+def _sequence_format(spec: JobSpec) -> Iterator[Verdict]:
+    engine, keys = (
+        spec.engine.miles,
+        ("engine.miles.extra_args", "train.recompute", "train.max_tokens_per_gpu"),
+    )
+    if engine is None:
+        return
+    layout, attention = (
+        engine.extra_args.get("qkv-format"),
+        engine.extra_args.get("dsa-attention-backend"),
+    )
+    if attention == "tilelang" and layout not in (None, "thd"):
+        yield Verdict(
+            keys=keys[:1],
+            found=f'dsa-attention-backend tilelang with qkv-format "{layout}"',
+            expected='"thd", the packed layout that the tilelang kernels read',
+            fix='Set qkv-format = "thd".',
+        )
+    if layout != "bshd":
+        return
+    if spec.train.max_tokens_per_gpu is not None:
+        yield Verdict(
+            keys=(keys[2], keys[0]),
+            found=f'qkv-format "bshd" with max_tokens_per_gpu({spec.train.max_tokens_per_gpu})',
+            expected="fixed micro-batches: padded rows cannot be packed to a token budget",
+            fix="Set train.micro_batch_size instead.",
+        )
+    if spec.model.family == "glm_dsa" and spec.lora is not None and spec.train.recompute != "none":
+        yield Verdict(
+            keys=(keys[1], keys[0]),
+            found=f'qkv-format "bshd" with recompute = "{spec.train.recompute}" and LoRA on GLM',
+            expected="no recomputation there: it would read the top-k of another layer, which is stale by then",
+            fix='Set qkv-format = "thd" with dsa-attention-backend = "tilelang", or train.recompute = "none".',
+        )
+
+
+def _attention_replicas(spec: JobSpec) -> Iterator[Verdict]:
+    engine = spec.engine.miles
+    if (
+        engine is not None
+        and spec.lora is not None
+        and engine.extra_args.get("sglang-enable-dp-attention")
+    ):
+        yield Verdict(
+            keys=("engine.miles.extra_args", "lora"),
+            found="sglang-enable-dp-attention with LoRA on shared GPUs",
+            expected="one attention group: its collectives in every iteration get out of step during a weight sync",
+            fix="Remove sglang-enable-dp-attention.",
+        )
+
+
 MILES_CHECKS = (
     Check(
         Rule(
@@ -184,5 +235,25 @@ MILES_CHECKS = (
             source=f"{_MILES} examples/swe-agent-harbor-docker/run_glm52_lora_tb2_daytona.py (dsa_attention_backend)",
         ),
         _dense_attention,
+    ),
+    Check(
+        Rule(
+            id="MH555",
+            title="a sequence layout that its users can read",
+            reason="Packed sequences (thd) and padded rows (bshd) suit different kernels and schedules.",
+            arithmetic="tilelang needs thd; bshd needs micro_batch_size, and no recomputation on GLM with LoRA",
+            source=f"{_MILES} miles/utils/arguments.py; run_glm52_lora_tb2_daytona.py (qkv_format)",
+        ),
+        _sequence_format,
+    ),
+    Check(
+        Rule(
+            id="MH556",
+            title="no data-parallel attention under LoRA weight sync",
+            reason="With data-parallel attention an engine's ranks meet in a collective at every iteration; a weight sync on"
+            " shared GPUs stops some of them, and all wait for ever.",
+            source=f"{_MILES} examples/swe-agent-harbor-docker/run_glm52_lora_tb2_daytona.py (dp-attention off)",
+        ),
+        _attention_replicas,
     ),
 )

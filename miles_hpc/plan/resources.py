@@ -74,6 +74,19 @@ def _nccl_for_wide_engines(spec: JobSpec) -> Iterator[Verdict]:
         )
 
 
+def _nvlink_domain(spec: JobSpec) -> Iterator[Verdict]:
+    per_node, tp, segment = max(1, ranks_per_node(spec)), spec.parallel.tp, spec.cluster.segment
+    nodes = -(-tp // per_node)
+    if spec.cluster.device == "gpu" and nodes > 1 and (segment is None or segment % nodes):
+        yield Verdict(
+            keys=("cluster.segment", "parallel.tp", "cluster.gpus_per_node"),
+            found=f"tp({tp}) over {nodes} nodes of {per_node} GPUs with segment = {segment or 'none'}",
+            expected="the ranks of a tensor parallel group in one NVLink domain",
+            fix=f"Set cluster.segment = {nodes} where Slurm knows the domains, or parallel.tp = {per_node}.",
+            level="warning",
+        )
+
+
 RESOURCE_CHECKS = (
     Check(
         Rule(
@@ -107,5 +120,16 @@ RESOURCE_CHECKS = (
             source="radixark/miles docs/models/qwen/qwen3-8.md section 6.2",
         ),
         _nccl_for_wide_engines,
+    ),
+    Check(
+        Rule(
+            id="MH264",
+            title="tensor parallel groups inside an NVLink domain",
+            reason="Every layer waits for its tensor parallel group twice; over a network between nodes that is slower than the"
+            " layer itself. Racks with NVLink between nodes keep a group fast if Slurm keeps its nodes together.",
+            arithmetic="tp <= gpus_per_node, or segment % ceil(tp / gpus_per_node) = 0 (warning)",
+            source="sbatch manual, --segment; Narayanan et al. 2021, arXiv:2104.04473, section 5.4",
+        ),
+        _nvlink_domain,
     ),
 )

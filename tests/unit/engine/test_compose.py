@@ -124,6 +124,10 @@ MILES_LIMITS = [
     ("MH552", {"model.rollout_quantisation": "fp8"}, "fp8"),
     ("MH553", {"engine.miles.extra_args": {"use-kl-loss": True}}, "use-kl-loss"),
     ("MH553", {"engine.miles.extra_args": {"use-rollout-indexer-replay": True}}, "indexer"),
+    ("MH555", {**GLM52, "engine.miles.extra_args": {"dsa-attention-backend": "tilelang", "qkv-format": "bshd"}}, 'qkv-format "bshd"'),
+    ("MH555", {"engine.miles.extra_args": {"qkv-format": "bshd"}}, "max_tokens_per_gpu(4096)"),
+    ("MH555", {**GLM52, "train.max_tokens_per_gpu": None, "train.micro_batch_size": 1, "engine.miles.extra_args": {"qkv-format": "bshd"}}, 'recompute = "full"'),
+    ("MH556", {**GLM52, "engine.miles.extra_args": {"sglang-enable-dp-attention": True}}, "dp-attention"),
     ("MH553", {**QWEN38, "engine.miles.extra_args": {"check-weight-update-equal": True}}, "check-weight-update-equal"),
 ]  # fmt: skip
 

@@ -34,6 +34,7 @@ BROKEN = [
     ("MH262", "error", {"cluster.segment": 18}, "segment(18) above num_nodes(1)"),
     ("MH263", "error", {**QWEN38, "nccl.version": "2.28.9"}, "NCCL 2.28.9"),
     ("MH263", "error", {**GLM52, "nccl.preload": False}, "nccl.preload = false"),
+    ("MH264", "warning", {"cluster.num_nodes": 2, "parallel.tp": 16, "cluster.segment": 1}, "tp(16) over 2 nodes of 8 GPUs with segment = 1"),
     ("MH402", "error", {"env": {"HF_HUB_OFFLINE": "0"}}, "HF_HUB_OFFLINE"),
     ("MH404", "error", {"env": {"MILES_TRAIN_MEMORY_FRACTION": "0.4"}}, "MILES_TRAIN_MEMORY_FRACTION"),
 ]  # fmt: skip
@@ -52,6 +53,7 @@ GOOD = [
     {"env": {"WANDB_MODE": "offline", "NVTE_USE_FAST_MATH": "0"}},
     {"train.max_tokens_per_gpu": None, "train.micro_batch_size": 4, "train.global_batch_size": 64},
     {"cluster.cpus_per_node": 8},
+    {"cluster.num_nodes": 2, "parallel.tp": 16, "cluster.segment": 2},
     {"train.max_tokens_per_gpu": None},
     {**NATIVE, **CPU, "engine.native.threads_per_rank": 2, "cluster.cpus_per_node": 2},
 ]
