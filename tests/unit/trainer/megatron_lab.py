@@ -140,9 +140,16 @@ def plain_logprobs(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free port below the range from which the system gives ports to other processes at any moment."""
+    ports = random.SystemRandom().sample(range(20000, 32000), 100)
+    for port in ports:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError(f"none of {len(ports)} ports is free")
 
 
 def start_actor(spec: str, folder: Path) -> TrainActor:
