@@ -29,10 +29,10 @@ RESIDUAL_WEIGHT_FRACTION = 0.45
 Fitted to two published measurements: 226.7 GB on 8 ranks of 11.3 GB (pull request 3089, less its 70.6 GB of engine copies)
 and the 600 to 650 GB of Qwen3.8 on 4 ranks of 97.5 GB (less 390 GB of trainer copies). See docs/memory.md.
 """
-CPU_RANK_BYTES = 1 * GIB
-"""A trainer process and an engine process on CPU without weights: 336 MiB measured after imports, and their heaps."""
-CPU_NODE_BYTES = 768 * MIB
-"""Ray's processes, the agent and the driver of a CPU node: 307 MiB measured for an idle Ray head, and the driver."""
+CPU_RANK_BYTES = 640 * MIB
+"""A trainer process and an engine process on CPU without weights. Measured with `CPU_NODE_BYTES`, see docs/memory.md."""
+CPU_NODE_BYTES = 640 * MIB
+"""Ray's processes, the agent and, on the head node, the driver of a CPU node."""
 GPU_RUNTIME_BYTES = 3 * GIB
 """CUDA contexts of both sides (1.9 GiB measured for two) and NCCL's buffers, on each GPU."""
 UPDATE_BUFFER_BYTES = 512 * MIB
