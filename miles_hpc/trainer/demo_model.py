@@ -149,6 +149,8 @@ def _save(loaded: "object", folder: Path) -> None:
         state.pop("lm_head.weight", None)
     tensors = {name: tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # The model's own save_pretrained would note this; SGLang chooses its implementation by it.
+    loaded.config.architectures = [type(loaded).__name__]
     loaded.config.save_pretrained(folder)
     if loaded.generation_config is not None:
         loaded.generation_config.save_pretrained(folder)
