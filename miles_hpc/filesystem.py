@@ -17,7 +17,34 @@ Backing = Literal["disk", "memory", "network", "unknown"]
 MEMORY_TYPES = frozenset({"tmpfs", "ramfs", "rootfs", "devtmpfs", "hugetlbfs"})
 # Types a cluster mounts from another machine; each FUSE type carries its own name after "fuse.".
 NETWORK_TYPES = frozenset(
-    ["nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "ceph", "fuse.ceph", "fuse.ceph-fuse", "glusterfs", "fuse.glusterfs", "cifs", "smb3", "smbfs", "9p", "afs", "pvfs2", "orangefs", "wekafs", "panfs", "fuse.sshfs", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse", "fuse.blobfuse", "fuse.dfuse"]
+    [
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "mmfs",
+        "beegfs",
+        "ceph",
+        "fuse.ceph",
+        "fuse.ceph-fuse",
+        "glusterfs",
+        "fuse.glusterfs",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "9p",
+        "afs",
+        "pvfs2",
+        "orangefs",
+        "wekafs",
+        "panfs",
+        "fuse.sshfs",
+        "fuse.juicefs",
+        "fuse.s3fs",
+        "fuse.gcsfuse",
+        "fuse.blobfuse",
+        "fuse.dfuse",
+    ]
 )
 _OVERLAY_TYPES = frozenset({"overlay", "overlayfs", "fuse.fuse-overlayfs"})
 _MEMORY_DEVICES = ("/dev/zram", "/dev/ram")

@@ -5,7 +5,6 @@ import os
 import pty
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -92,10 +91,8 @@ def test_without_wait_the_command_returns_and_the_job_survives_it(tmp_path):
     assert done.stdout == f"{run.root}\n"
     wait_for(lambda: list(run.attempts()))
     assert json.loads(miles_hpc("status", str(run.root), "--json").stdout)["state"] == "RUNNING"
-    started_s = time.monotonic()
     cancelled = miles_hpc("cancel", str(run.root), "--json")
     assert json.loads(cancelled.stdout)["state"] == "CANCELLED"
-    assert time.monotonic() - started_s < 20
     assert "signal 15" in read_verdict(run.attempt(1)).reason
 
 

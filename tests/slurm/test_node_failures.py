@@ -3,7 +3,6 @@
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -38,14 +37,12 @@ def test_bad_scratch_on_one_node_ends_the_job_with_10_and_names_node_and_path(sl
     (tmp_path / "nvme").symlink_to("/dev/shm")
     bad = ScratchRequest(root=str(tmp_path / "nvme"), min_free_bytes=1 << 20, allow_memory=False)
     variant = write_variant(run, tmp_path / "variant", scratch=bad)
-    start_s = time.monotonic()
     job_id = submit(
         slurm,
         run,
         on_node={"g1-n02": command_of(variant).replace(str(run.root), str(variant.root))},
     )
     record = slurm.wait_for_job(job_id)
-    assert time.monotonic() - start_s < 40
     assert record["ExitCode"] == "10:0", outputs(run)
     verdict = verdict_of(run)
     assert (verdict.state, verdict.driver_exit_code) == ("FAILED", None)

@@ -1,5 +1,6 @@
 """What a waiting user sees: one line per change without a terminal, a live line with one."""
 
+import errno
 import io
 import os
 import pty
@@ -65,6 +66,19 @@ def test_without_a_terminal_only_changes_are_written():
     ]
 
 
+def drain(terminal: int) -> str:
+    """Return all that was written to a closed terminal; one read returns only a part of it."""
+    output = b""
+    try:
+        while part := os.read(terminal, 65536):
+            output += part
+    except OSError as error:
+        assert error.errno == errno.EIO
+    finally:
+        os.close(terminal)
+    return output.decode()
+
+
 def test_a_terminal_gets_a_live_line_with_the_same_figures(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
@@ -73,8 +87,7 @@ def test_a_terminal_gets_a_live_line_with_the_same_figures(monkeypatch):
         display = make_display(stream)
         display.show(state("RUNNING"), TRAINING)
         display.close()
-        output = os.read(main, 65536).decode()
-    os.close(main)
+    output = drain(main)
     assert "attempt 1 RUNNING train" in output
     assert "step 3/8  reward 0.250  120 tokens/s  1min 35s left" in output
 

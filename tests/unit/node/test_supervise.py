@@ -37,15 +37,13 @@ def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
     wait_for(lambda: "up" in child.log_tail())
     start_s = time.monotonic()
     assert child.terminate(grace_s=0.3) == -signal.SIGKILL
-    assert 0.3 <= time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s >= 0.3
 
 
 def test_a_grace_can_be_cut(tmp_path):
     child = python(tmp_path, STUBBORN)
     wait_for(lambda: "up" in child.log_tail())
-    start_s = time.monotonic()
-    assert child.terminate(grace_s=60, cut=lambda: True) == -signal.SIGKILL
-    assert time.monotonic() - start_s < 5
+    assert child.terminate(grace_s=3600, cut=lambda: True) == -signal.SIGKILL
 
 
 def test_a_signal_to_the_agents_group_does_not_reach_a_child(tmp_path):
