@@ -6,6 +6,7 @@ Pure: reads no file and no clock. Writing a plan into a run folder is `launch.bu
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from miles_hpc.engine import miles, native
@@ -20,6 +21,7 @@ from miles_hpc.plan.memory_rules import MEMORY_RULES, memory_checks
 from miles_hpc.plan.plan import EnvVar, Plan
 from miles_hpc.plan.rules import CHECKS, nearest_fits
 from miles_hpc.spec.checks import SPEC_RULES
+from miles_hpc.spec.faults import SpecFault, refusal
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 
@@ -62,6 +64,45 @@ def all_rules() -> tuple[Rule, ...]:
     return tuple(sorted(rules, key=lambda rule: rule.id))
 
 
+def rule_level_text(rule: Rule) -> str:
+    """Return what a spec may do about the level of `rule`, as its page says it."""
+    if rule.has_fixed_level:
+        return "fixed: what it guards cannot work"
+    return f'as the message says; a spec may set rules.{rule.id} = {{level = ..., reason = "..."}}'
+
+
+def refuse_levels(spec: JobSpec, position: Callable[[str], str | None]) -> None:
+    """Refuse levels in [rules] of rules that do not exist or that keep theirs.
+
+    Raises:
+        SpecError: with every such entry, its file:line and the nearest id.
+    """
+    rules = {rule.id: rule for rule in all_rules()}
+    faults = []
+    for name in spec.rules:
+        rule = rules.get(name)
+        if rule is not None and not rule.has_fixed_level:
+            continue
+        label, _, line = (position(f"rules.{name}") or "spec").rpartition(":")
+        near = get_close_matches(name, rules, n=1)
+        faults.append(
+            SpecFault(
+                label=label or "spec",
+                line=int(line) if line.isdigit() else 0,
+                key=f"rules.{name}",
+                found="a level for no rule"
+                if rule is None
+                else f"a level for {name} ({rule.title})",
+                expected="the id of a rule"
+                if rule is None
+                else "a rule whose level can change; this one guards what cannot work",
+                fix=f"the nearest is {near[0]}" if rule is None and near else "remove it",
+            )
+        )
+    if faults:
+        raise refusal(faults)
+
+
 def find(spec: JobSpec) -> tuple[Finding, ...]:
     """Return everything that the planner's and the engine's rules say about `spec`; memory only of a sound layout."""
     findings = run_checks((*CHECKS, *ENGINE_CHECKS[spec.job.engine]), spec)
@@ -85,7 +126,7 @@ def draft_plan(
     hashes: Mapping[str, str] | None = None,
     position: Callable[[str], str | None] = lambda _: None,
 ) -> Draft:
-    """Return the plan of `spec` and everything the rules say about it, without raising.
+    """Return the plan of `spec` and everything the rules say about it; what they refuse does not raise.
 
     Args:
         spec: the validated spec.
@@ -94,7 +135,12 @@ def draft_plan(
         overrides: the `--set` arguments as given.
         hashes: SHA-256 of each file in spec/, by name.
         position: gives the file:line of a key path, or None when no file has it.
+
+    Raises:
+        SpecError: if [rules] gives a level to a rule that does not exist or keeps its own.
     """
+    if spec.rules:
+        refuse_levels(spec, position)
     found = find(spec)
     findings = locate(found, position)
     would_fit = nearest_fits(spec, find) if errors_of(found) else ()
@@ -111,7 +157,7 @@ def draft_plan(
         overrides=tuple(overrides),
         spec=spec.model_dump(mode="json"),
         hashes=dict(hashes or {}),
-        notes=_notes(spec),
+        notes=(*_notes(spec), *_unused_levels(spec, findings)),
         findings=findings,
         package_version=package_version,
     )
@@ -180,6 +226,13 @@ def _environment(spec: JobSpec) -> tuple[EnvVar, ...]:
         return ours
     users = tuple(variable for variable in ours if variable.source == "spec")
     return (*ours[: len(ours) - len(users)], *miles.make_environment(spec), *users)
+
+
+def _unused_levels(spec: JobSpec, findings: Sequence[Finding]) -> tuple[str, ...]:
+    unused = spec.rules.keys() - {finding.id for finding in findings}
+    return tuple(
+        f"rules.{name} changes nothing: the rule finds nothing here." for name in sorted(unused)
+    )
 
 
 def _notes(spec: JobSpec) -> tuple[str, ...]:

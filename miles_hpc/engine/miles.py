@@ -200,6 +200,7 @@ MILES_CHECKS = (
     Check(
         Rule(
             id="MH551",
+            fixed=True,
             title="weights that Miles can load",
             reason="Both sides of Miles load checkpoint folders.",
             source=f"{_MILES} train.py",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_hpc.engine import miles
-from miles_hpc.engine.compose import all_rules
+from miles_hpc.engine.compose import all_rules, rule_level_text
 from miles_hpc.paths import packaged
 from miles_hpc.plan.environ import make_environment
 from miles_hpc.plan.plan import EnvVar
@@ -34,6 +34,14 @@ _RULES = """# Rules
 
 Every message about a spec names its rule; `miles-hpc explain ID` prints what stands here. A rule of [the spec alone](job-spec.md)
 refuses the spec (exit code 2), any other refuses the plan (exit code 3), unless the message is a warning.
+
+A spec may give a rule of the plan another level, with the reason, which `plan`, its JSON and its page show with every finding:
+
+    [rules]
+    MH263 = {{level = "warning", reason = "our NCCL 2.29 carries the fix"}}
+
+The rules that guard what cannot work at all say "fixed" below and keep their level; so do the rules of the spec alone, since
+without a spec there is nothing to plan.
 """
 _ENVIRONMENT = """# Environment
 
@@ -59,6 +67,8 @@ def rules_page() -> str:
                 lines.append(f"{rule.reason}\n")
                 if rule.arithmetic:
                     lines.append(f"Arithmetic: {rule.arithmetic}\n")
+                if not rule.id.startswith("MH1"):
+                    lines.append(f"Level: {rule_level_text(rule)}\n")
                 lines.append(f"Source: {rule.source}\n")
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 
-from miles_hpc.engine.compose import all_rules
+from miles_hpc.engine.compose import all_rules, rule_level_text
 from miles_hpc.errors import SpecError, SubmitError
 from miles_hpc.plan.page import render_page
 from miles_hpc.plan.plan import Plan
@@ -79,6 +79,7 @@ def explain_rule(name: str) -> str:
     parts = [f"{rule.id}: {rule.title}", textwrap.fill(rule.reason, _WIDTH)]
     if rule.arithmetic:
         parts.append(f"Arithmetic: {rule.arithmetic}")
+    parts.append(f"Level: {rule_level_text(rule)}")
     parts.append(f"Source: {rule.source}")
     return "\n\n".join(parts)
 

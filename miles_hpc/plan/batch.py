@@ -151,6 +151,7 @@ BATCH_CHECKS = (
     Check(
         Rule(
             id="MH231",
+            fixed=True,
             title="whole updates in a step",
             reason="A step's samples are dealt into optimizer updates of equal size; what is left over would be dropped.",
             arithmetic="global_batch_size = prompts_per_step * samples_per_prompt / updates",
@@ -161,6 +162,7 @@ BATCH_CHECKS = (
     Check(
         Rule(
             id="MH233",
+            fixed=True,
             title="equal micro-batches on every replica",
             reason="With fixed micro-batches every replica runs the same number of them, or the pipeline and the gradient"
             " all-reduce would wait for ever.",

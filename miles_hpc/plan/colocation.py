@@ -95,6 +95,7 @@ COLOCATION_CHECKS = (
     Check(
         Rule(
             id="MH241",
+            fixed=True,
             title="adapters on projections that exist",
             reason="An adapter on a name that the model does not have is never trained.",
             source=f"{_MILES} miles/utils/arguments.py (target_modules is mandatory with lora_rank)",

@@ -111,6 +111,7 @@ DIVISION_CHECKS = (
     Check(
         Rule(
             id="MH204",
+            fixed=True,
             title="whole attention heads on a rank",
             reason="Tensor parallelism splits attention by heads.",
             arithmetic="num_attention_heads % tp = 0",
@@ -121,6 +122,7 @@ DIVISION_CHECKS = (
     Check(
         Rule(
             id="MH205",
+            fixed=True,
             title="whole key/value groups on a rank",
             reason="Megatron copies a group to several ranks when tp exceeds the groups; the adapters of the native engine"
             " and of Miles' native LoRA do not know such copies.",
@@ -133,6 +135,7 @@ DIVISION_CHECKS = (
     Check(
         Rule(
             id="MH206",
+            fixed=True,
             title="equal slices of the MLP",
             reason="Tensor parallelism splits the inner width of a dense MLP.",
             arithmetic="ffn_hidden_size % tp = 0",
@@ -143,6 +146,7 @@ DIVISION_CHECKS = (
     Check(
         Rule(
             id="MH207",
+            fixed=True,
             title="whole experts on a rank",
             reason="Expert parallelism deals out whole experts, and a dense model has none to deal out.",
             arithmetic="num_experts % ep = 0; moe_ffn_hidden_size % etp = 0; ep = etp = 1 without experts",

@@ -63,6 +63,7 @@ ENGINE_SIZE_CHECKS = (
     Check(
         Rule(
             id="MH221",
+            fixed=True,
             title="rollout engines tile the nodes",
             reason="Trainer and rollout engines share every rank of the job. An engine fits a whole number of times into a"
             " node or spans whole nodes; Miles divides with // and would silently leave GPUs out.",

@@ -223,6 +223,7 @@ ENVIRONMENT_CHECKS = (
     Check(
         Rule(
             id="MH402",
+            fixed=True,
             title="variables with one owner",
             reason="A variable that is set twice has one value that its reader did not expect.",
             source="docs/reference/environment.md",

@@ -23,6 +23,7 @@ class Finding:
         where: the keys concerned, with file:line when the spec came from files.
         message: what was found, what was expected and what to do, with the arithmetic.
         keys: key paths of the spec, the one to change first.
+        reason: why [rules] of the spec gives this rule its level; empty when it does not.
     """
 
     id: str
@@ -30,9 +31,15 @@ class Finding:
     where: str
     message: str
     keys: tuple[str, ...]
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.id} {self.where}: {self.message}"
+        text = f"{self.id} {self.where}: {self.message}"
+        return (
+            f"{text} [level {self.level} set by rules.{self.id}: {self.reason}]"
+            if self.reason
+            else text
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +67,21 @@ class Check:
 
 
 def run_checks(checks: Sequence[Check], spec: JobSpec) -> tuple[Finding, ...]:
-    """Return everything that `checks` find in `spec`, in their order."""
+    """Return everything that `checks` find in `spec`, in their order, at the levels that its [rules] give."""
     return tuple(
-        Finding(
-            id=check.rule.id,
-            level=verdict.level,
-            where=", ".join(verdict.keys),
-            message=f"{verdict.found}; expected {verdict.expected}. {verdict.fix}",
-            keys=verdict.keys,
-        )
-        for check in checks
-        for verdict in check.verdicts(spec)
+        _finding(check.rule, verdict, spec) for check in checks for verdict in check.verdicts(spec)
+    )
+
+
+def _finding(rule: Rule, verdict: Verdict, spec: JobSpec) -> Finding:
+    chosen = None if rule.has_fixed_level else spec.rules.get(rule.id)
+    return Finding(
+        id=rule.id,
+        level=verdict.level if chosen is None else chosen.level,
+        where=", ".join(verdict.keys),
+        message=f"{verdict.found}; expected {verdict.expected}. {verdict.fix}",
+        keys=verdict.keys,
+        reason="" if chosen is None else chosen.reason,
     )
 
 

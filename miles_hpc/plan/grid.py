@@ -81,6 +81,7 @@ GRID_CHECKS = (
     Check(
         Rule(
             id="MH201",
+            fixed=True,
             title="a job has ranks on the device it names",
             reason="Every trainer rank and rollout engine needs a GPU, or a CPU rank when device is cpu.",
             arithmetic="world = num_nodes * gpus_per_node (gpu) or num_nodes * cpu_ranks_per_node (cpu)",
@@ -91,6 +92,7 @@ GRID_CHECKS = (
     Check(
         Rule(
             id="MH202",
+            fixed=True,
             title="whole model replicas",
             reason="Megatron splits the world into replicas of tp * pp * cp ranks; the number of replicas is dp.",
             arithmetic="world % (tp * pp * cp) = 0; dp = world / (tp * pp * cp)",
@@ -101,6 +103,7 @@ GRID_CHECKS = (
     Check(
         Rule(
             id="MH203",
+            fixed=True,
             title="whole expert replicas",
             reason="Experts have their own grid over the same ranks and pipeline stages; the number of its replicas is edp.",
             arithmetic="world % (etp * ep * pp) = 0; edp = world / (etp * ep * pp), so ep * etp * edp = tp * cp * dp",

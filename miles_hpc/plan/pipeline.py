@@ -104,6 +104,7 @@ PIPELINE_CHECKS = (
     Check(
         Rule(
             id="MH208",
+            fixed=True,
             title="a pipeline split that uses every layer once",
             reason="Stages hold equal numbers of decoder layers but for a first or last stage that the spec sizes itself.",
             arithmetic="(num_layers - first - last) % (pp - number of sized stages) = 0, at least 1 layer each;"
@@ -115,6 +116,7 @@ PIPELINE_CHECKS = (
     Check(
         Rule(
             id="MH209",
+            fixed=True,
             title="stages start on a top-k layer",
             reason="With sparse attention shared across layers, a layer without its own top-k reads the one of an earlier"
             " layer, which must be on the same pipeline stage.",

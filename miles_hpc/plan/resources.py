@@ -91,6 +91,7 @@ RESOURCE_CHECKS = (
     Check(
         Rule(
             id="MH261",
+            fixed=True,
             title="CPUs for every rank",
             reason="Ray places one bundle for each rank; a bundle that asks more CPUs than its node has left is never placed,"
             " and the job would wait in silence.",
@@ -103,6 +104,7 @@ RESOURCE_CHECKS = (
     Check(
         Rule(
             id="MH262",
+            fixed=True,
             title="a segment inside the job",
             reason="Slurm keeps `segment` nodes together in one NVLink domain; it cannot keep more than the job has.",
             arithmetic="segment <= num_nodes",

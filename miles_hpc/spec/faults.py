@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from miles_hpc.errors import SpecError
 from miles_hpc.spec.scan import KeyPath
-from miles_hpc.spec.schema import describe, nearest_key, spec_keys
+from miles_hpc.spec.schema import describe, describe_field, entry_table, nearest_key, spec_keys
 
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _LONGEST_VALUE: Final = 80
@@ -179,8 +179,7 @@ def _explain(
 def _explain_missing(path: KeyPath, names: tuple[str, ...]) -> TypeFault:
     key = spec_keys().get(names)
     is_table = key is not None and key.table is not None
-    # The first sentence says what the key is for; the reference page has the rest.
-    meaning = "" if key is None else describe(key).split(". ")[0].rstrip(".")
+    meaning = _meaning(names)
     expected = (
         f"a table [{'.'.join(names)}]"
         if is_table
@@ -189,12 +188,23 @@ def _explain_missing(path: KeyPath, names: tuple[str, ...]) -> TypeFault:
     return TypeFault(path=path, found="nothing", expected=expected, fix="", is_missing=True)
 
 
+def _meaning(names: tuple[str, ...]) -> str:
+    """Return what the key is for: the first sentence about it; the reference page has the rest."""
+    key, entry = spec_keys().get(names), entry_table(names[:-2])
+    text = "" if key is None else describe(key)
+    if entry is not None:
+        text = describe_field(entry, names[-1])
+    return text.split(". ")[0].rstrip(".")
+
+
 def _explain_unknown(
     path: KeyPath, names: tuple[str, ...], value: object, *, suggest: bool
 ) -> TypeFault:
     parent = ".".join(names[:-1])
     nearest = nearest_key(names) if suggest else None
     valid = [key[-1] for key in spec_keys() if key[:-1] == names[:-1]]
+    if (entry := entry_table(names[:-2])) is not None:
+        nearest, valid = None, list(entry.model_fields)
     return TypeFault(
         path=path,
         found=f"an unknown {'table' if isinstance(value, dict) else 'key'}",

@@ -30,6 +30,7 @@ from miles_hpc.spec.fields import (
     Word,
     distinct,
 )
+from miles_hpc.spec.levels import RuleId, RuleLevel
 from miles_hpc.spec.model import Count, ModelTable
 from miles_hpc.units import Bytes, Seconds
 
@@ -239,7 +240,11 @@ class OffloadTable(Table):
     allow_memory_scratch: bool = False
     """Accept a scratch folder on tmpfs, ramfs or a network file system (it defeats the purpose of disk offload)."""
     chunk: PositiveSize = Bytes(64 * 2**20)
-    """Bytes moved at a time between memory and scratch disk (`train = "disk"` only)."""
+    """Bytes moved at a time between memory and scratch disk (`train = "disk"` or `stream_optimizer = true` only)."""
+    stream_optimizer: bool = False
+    """Keep the optimizer state on scratch disk and pass it through memory one bucket at a time during the step (native engine): for states that fit nowhere else, as every step reads and writes all of it. The file has room for the state twice; a run resumes with the value it was saved with."""
+    optimizer_bucket: PositiveSize = Bytes(256 * 2**20)
+    """Memory of the one bucket of streamed optimizer state (`stream_optimizer = true` only). A run resumes with the value it was saved with."""
     peak_device: Literal["cpu", "gpu"] = "cpu"
     """Where both sides' weights overlap during a handoff: host memory or GPU memory."""
     base_cpu_backup: bool = False
@@ -297,6 +302,15 @@ class NcclTable(Table):
     """Inject the library by LD_PRELOAD into Ray's workers and prove its version in them."""
     debug: Literal["VERSION", "WARN", "INFO"] | None = None
     """Value of NCCL_DEBUG."""
+
+
+class SecretsTable(Table):
+    """[secrets]: variables whose values must not stand in a spec; they reach the driver's environment and nothing else."""
+
+    names: Annotated[tuple[VariableName, ...], Field(min_length=1), AfterValidator(distinct)]
+    """Names of the variables, such as ["WANDB_API_KEY"]."""
+    file: SubmitPath | None = None
+    """File of `NAME=value` lines, mode 0600, that the head node reads when it starts the driver. Left out, the values are taken from the environment of `submit` or `render`."""
 
 
 class AgentTable(Table):
@@ -366,11 +380,15 @@ class JobSpec(Table):
     data: DataTable
     checkpoint: CheckpointTable = CheckpointTable()
     nccl: NcclTable = NcclTable()
-    env: dict[VariableName, Line] = Field(default_factory=dict)
+    env: dict[VariableName, Text] = Field(default_factory=dict)
     """[env]: further environment variables of the engine's processes; variables that this package owns, and secrets, are refused."""
+    secrets: SecretsTable | None = None
+    """[secrets]"""
     agent: AgentTable = AgentTable()
     engine: EngineTable = EngineTable()
+    rules: dict[RuleId, RuleLevel] = Field(default_factory=dict)
+    """[rules]: levels of the planner's and engine's rules, such as MH263 = {level = "warning", reason = "our NCCL 2.29 carries the fix"}. The reason is shown with every finding; a rule that guards what cannot work keeps its level."""
 
 
-RESERVED_TABLES = ("secrets", "prepare", "tenant", "eval")
+RESERVED_TABLES = ("prepare", "tenant", "eval")
 """Top-level names kept for later; a spec that uses one is told so."""

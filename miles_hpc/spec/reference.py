@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from miles_hpc.spec.checks import SPEC_RULES
 from miles_hpc.spec.faults import format_value
-from miles_hpc.spec.fields import Words
+from miles_hpc.spec.fields import Table, Words
 from miles_hpc.spec.job import RESERVED_TABLES, JobSpec
 from miles_hpc.spec.load import SITE_JOB_KEYS, SITE_KEYS, SITES_VARIABLE
 from miles_hpc.spec.schema import Key, describe, spec_keys
@@ -180,6 +180,10 @@ def _bare_type_text(annotation: object) -> str:
         return f"array of {item}" if members[-1] is Ellipsis else f"array of {len(members)}: {item}"
     if origin is dict:
         return f"table of {type_text(members[0])} = {type_text(members[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        fields = annotation.model_fields.items()
+        inner = ", ".join(f"{name} = {type_text(f.annotation, f.metadata)}" for name, f in fields)
+        return f"{{{inner}}}"
     return _PLAIN_TYPES[annotation]
 
 

@@ -24,6 +24,7 @@ class Rule:
         reason: why, so that a reader can judge an exception.
         arithmetic: the formula, where there is one.
         source: where the fact comes from.
+        fixed: what it guards cannot work at all, so that [rules] of a spec cannot change its level.
     """
 
     id: str
@@ -31,6 +32,12 @@ class Rule:
     reason: str
     source: str
     arithmetic: str = ""
+    fixed: bool = False
+
+    @property
+    def has_fixed_level(self) -> bool:
+        """[rules] cannot change the level: the rule is `fixed`, or of the spec alone, without which there is no plan."""
+        return self.fixed or self.id.startswith("MH1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

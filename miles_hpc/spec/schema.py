@@ -117,9 +117,22 @@ def _docs_of(model: type[Table]) -> dict[str, str]:
     return docs
 
 
+def entry_table(path: tuple[str, ...]) -> type[Table] | None:
+    """Return the class of the tables in the map at `path`, such as those of [rules]; None when it holds values."""
+    key = spec_keys().get(path)
+    if key is None or not key.is_map:
+        return None
+    return _table_of(get_args(_without_none(key.field.annotation))[1])
+
+
+def describe_field(model: type[Table], name: str) -> str:
+    """Return the documentation under the field `name` of `model`; "" when there is none."""
+    return _docs_of(model).get(name, "")
+
+
 def describe(key: Key) -> str:
     """Return the documentation under the key's field; a table without one has its class docstring."""
-    docs = _docs_of(key.owner).get(key.path[-1], "")
+    docs = describe_field(key.owner, key.path[-1])
     if not docs and key.table is not None:
         return inspect.cleandoc(key.table.__doc__ or "")
     return docs
