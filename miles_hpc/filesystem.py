@@ -7,7 +7,7 @@ Knows nothing of jobs. Standard library only, since the node agent and the train
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,16 +78,6 @@ class PathFacts:
     mount: Mount
     backing: Backing
     why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheDrop:
-    """What dropping the page cache of some files did; the resident figures are bytes in memory."""
-
-    num_files: int
-    total_bytes: int
-    resident_before_bytes: int
-    resident_after_bytes: int
 
 
 def parse_mountinfo(text: str) -> tuple[Mount, ...]:
@@ -182,24 +172,6 @@ def can_leave_memory(folder: Path) -> bool:
         probe.unlink(missing_ok=True)
 
 
-def regular_files(roots: Iterable[Path]) -> Iterator[Path]:
-    """Yield each regular file at or below `roots` once, also when links reach it twice; missing roots are skipped."""
-    seen: set[tuple[int, int]] = set()
-    for root in roots:
-        walk = os.walk(root) if root.is_dir() else [(str(root.parent), [], [root.name])]
-        for folder, _, names in walk:
-            for name in sorted(names):
-                path = Path(folder, name)
-                try:
-                    status = path.stat()
-                except OSError:
-                    continue
-                key = (status.st_dev, status.st_ino)
-                if path.is_file() and key not in seen:
-                    seen.add(key)
-                    yield path
-
-
 def resident_bytes(path: Path) -> int:
     """Return how many bytes of `path` are in the page cache.
 
@@ -207,56 +179,37 @@ def resident_bytes(path: Path) -> int:
 
     Source: mincore(2).
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    size = path.stat().st_size
-    pages = 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for start in range(0, size, _WINDOW_BYTES):
-            length = min(_WINDOW_BYTES, size - start)
-            # A private writable mapping, never written: ctypes takes addresses of writable buffers only.
-            with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start) as window:
-                vector = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
-                anchor = ctypes.c_char.from_buffer(window)
-                failed = libc.mincore(
-                    ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(length), vector
-                )
-                del anchor
-                if failed:
-                    raise OSError(ctypes.get_errno(), "mincore", str(path))
-                pages += len(vector) - bytes(vector).translate(_LOW_BIT).count(0)
+        return resident_bytes_of(descriptor)
     finally:
         os.close(descriptor)
-    return min(pages * mmap.PAGESIZE, size)
 
 
-def drop_page_cache(roots: Iterable[Path]) -> CacheDrop:
-    """Advise the kernel that the files at or below `roots` are not needed in memory, and measure what that did.
+def resident_bytes_of(descriptor: int) -> int:
+    """Return how many bytes of an open file are in the page cache; see `resident_bytes`.
 
-    Only clean pages that no process maps can go. Files that cannot be opened are left out.
+    Raises:
+        OSError: if the file system cannot map files.
+        ValueError: if the file shrinks meanwhile.
     """
-    num_files = total = before = after = 0
-    for path in regular_files(roots):
-        try:
-            resident = resident_bytes(path)
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                # Length 0 means: to the end of the file.
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
-            after += resident_bytes(path)
-            total += path.stat().st_size
-        except (OSError, ValueError):
-            continue
-        before += resident
-        num_files += 1
-    return CacheDrop(
-        num_files=num_files,
-        total_bytes=total,
-        resident_before_bytes=before,
-        resident_after_bytes=after,
-    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = os.fstat(descriptor).st_size
+    pages = 0
+    for start in range(0, size, _WINDOW_BYTES):
+        length = min(_WINDOW_BYTES, size - start)
+        # A private writable mapping, never written: ctypes takes addresses of writable buffers only.
+        with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start) as window:
+            vector = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
+            anchor = ctypes.c_char.from_buffer(window)
+            failed = libc.mincore(
+                ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(length), vector
+            )
+            del anchor
+            if failed:
+                raise OSError(ctypes.get_errno(), "mincore")
+            pages += len(vector) - bytes(vector).translate(_LOW_BIT).count(0)
+    return min(pages * mmap.PAGESIZE, size)
 
 
 def _unescape(field: str) -> str:

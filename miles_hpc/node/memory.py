@@ -3,6 +3,7 @@
 Reads files under two roots, so that tests can give it fixed trees. Knows nothing of what the memory is for.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 # cgroup v1 says "no limit" with a number near 2**63.
@@ -19,20 +20,25 @@ def memory_limit_bytes(
     Source: "memory.max" in the kernel's cgroup v2 guide, "memory.limit_in_bytes" in that of v1.
     """
     best, where = _machine_bytes(proc), "MemTotal of the machine"
+    for folder, version in memory_cgroups(proc, cgroups):
+        name = folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+        limit = _read_limit(name)
+        if limit is not None and limit < best:
+            best, where = limit, str(name)
+    return best, where
+
+
+def memory_cgroups(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[Path, int]]:
+    """Yield (folder, version) of each memory cgroup that holds this process, from its own one upwards."""
     for line in _lines(proc / "self" / "cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
-            root, name = _v2_root(cgroups), "memory.max"
+            yield from ((folder, 2) for folder in _upwards(_v2_root(cgroups), path))
         elif "memory" in controllers.split(","):
-            root, name = cgroups / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        for folder in _upwards(root, path):
-            limit = _read_limit(folder / name)
-            if limit is not None and limit < best:
-                best, where = limit, str(folder / name)
-    return best, where
+            yield from ((folder, 1) for folder in _upwards(cgroups / "memory", path))
 
 
 def _v2_root(cgroups: Path) -> Path:

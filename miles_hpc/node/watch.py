@@ -6,14 +6,12 @@ Starts and stops nothing itself.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 from miles_hpc.errors import DriverError, NodeError
-from miles_hpc.filesystem import drop_page_cache
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.network import is_reachable
+from miles_hpc.node.page_cache import PageCache
 from miles_hpc.node.ray_cluster import (
     Membership,
     RaySettings,
@@ -21,38 +19,12 @@ from miles_hpc.node.ray_cluster import (
     raise_if_node_failed,
 )
 from miles_hpc.node.supervise import POLL_S, Child, reap_orphans
-from miles_hpc.run.events import Kind
 
 # A node's own report of why it left says more than Ray's; it comes at most that much later.
 _REPORT_GRACE_S = 2.0
 _HOUSEKEEPING_S = 0.25
 _HEAD_CHECK_S = 2.0
 _HEAD_SILENCE_S = 20.0
-
-
-@dataclass(slots=True)
-class PageCache:
-    """Drops the page cache of the checkpoint files once, as soon as the driver has loaded them."""
-
-    context: NodeContext
-    dropped: bool = False
-
-    def drop_when_loaded(self) -> None:
-        """Drop it if the driver has loaded the model; an empty list of roots drops nothing."""
-        roots = tuple(Path(root) for root in self.context.handoff.page_cache_roots)
-        if self.dropped or not roots or not self.context.rendezvous.is_loaded():
-            return
-        self.dropped = True
-        start_s = time.monotonic()
-        found = drop_page_cache(roots)
-        self.context.events.append(
-            Kind.PAGE_CACHE_DROPPED,
-            num_files=found.num_files,
-            total_bytes=found.total_bytes,
-            resident_before_bytes=found.resident_before_bytes,
-            resident_after_bytes=found.resident_after_bytes,
-            seconds=round(time.monotonic() - start_s, 3),
-        )
 
 
 def watch_head(

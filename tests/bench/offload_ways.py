@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from miles_hpc.filesystem import drop_page_cache, regular_files, resident_bytes
+from miles_hpc.filesystem import resident_bytes
+from miles_hpc.node.page_cache import drop_page_cache, regular_files
 from miles_hpc.trainer.disk_offload import DiskOffload, SaverRegion
 from miles_hpc.trainer.host_arena import HostArena
 

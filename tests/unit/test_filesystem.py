@@ -1,6 +1,5 @@
-"""What a path really is, from fixed mount tables; page cache and backing, on this machine's own disks."""
+"""What a path really is, from fixed mount tables; backing, on this machine's own disks."""
 
-import os
 import textwrap
 from pathlib import Path
 
@@ -9,11 +8,8 @@ import pytest
 from miles_hpc.filesystem import (
     can_leave_memory,
     describe_path,
-    drop_page_cache,
     mount_of,
     parse_mountinfo,
-    regular_files,
-    resident_bytes,
 )
 
 TABLE = textwrap.dedent(
@@ -67,30 +63,3 @@ def test_only_a_memory_file_system_keeps_what_is_dropped(tmp_path):
         assert can_leave_memory(tmp_path)
     assert not can_leave_memory(Path("/dev/shm"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_files_reached_twice_are_counted_once(tmp_path):
-    (tmp_path / "blobs").mkdir()
-    blob = tmp_path / "blobs" / "weights"
-    blob.write_bytes(b"x" * 10)
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "model").symlink_to(blob)
-    (tmp_path / "snapshot" / "broken").symlink_to(tmp_path / "none")
-    roots = (tmp_path / "snapshot", tmp_path / "blobs", tmp_path / "missing", blob)
-    assert len(tuple(regular_files(roots))) == 1
-
-
-def test_dropping_takes_a_files_pages_out_of_memory(tmp_path):
-    if describe_path(tmp_path).backing != "disk":
-        pytest.skip("the temporary folder is not on a disk")
-    path = tmp_path / "weights"
-    path.write_bytes(os.urandom((3 << 20) + 17))
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        file.read()
-    assert resident_bytes(path) == (3 << 20) + 17
-    (tmp_path / "empty").touch()
-    found = drop_page_cache((tmp_path,))
-    assert (found.num_files, found.total_bytes) == (2, (3 << 20) + 17)
-    assert found.resident_before_bytes == (3 << 20) + 17
-    assert found.resident_after_bytes == 0
