@@ -95,6 +95,12 @@ def plan(
     overrides: Overrides = None,
     cluster: OnCluster = Cluster.SLURM,
     as_json: AsJson = False,
+    placement: Annotated[
+        bool,
+        typer.Option(
+            "--placement", help="Also list the node and GPU of every rank and rollout engine."
+        ),
+    ] = False,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write the plan as one page with figures."),
@@ -106,9 +112,9 @@ def plan(
 
     draft = _draft(_load(spec, site, overrides, cluster))
     if as_json:
-        print(draft.to_json(), end="")
+        print(draft.to_json(placement=placement), end="")
     elif draft.plan is not None:
-        print(describe_plan(draft.plan), end="")
+        print(describe_plan(draft.plan, placement=placement), end="")
     if html is not None and draft.plan is not None:
         write_page(draft.plan, draft.would_fit, html)
     refuse(draft.findings, draft.would_fit)
@@ -180,6 +186,21 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
     from miles_hpc.launch.queue import status as ask_status
 
     _print_status(ask_status(open_run(run)), as_json=as_json)
+
+
+@app.command()
+def report(run: RunPath, as_json: AsJson = False) -> None:
+    """Show the memory that was planned against what the nodes measured, by phase; also of a running job."""
+    from miles_hpc.launch.queue import open_run
+    from miles_hpc.run.memory_lines import memory_report_lines
+    from miles_hpc.run.memory_report import report_memory
+
+    found = report_memory(open_run(run))
+    if as_json:
+        print(found.to_json())
+        return
+    for line in memory_report_lines(found):
+        print(_printable(line))
 
 
 @app.command()

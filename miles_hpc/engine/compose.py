@@ -14,6 +14,7 @@ from miles_hpc.errors import PlanError
 from miles_hpc.paths import RunDir
 from miles_hpc.plan.engine_sizes import ENGINE_SIZE_CHECKS
 from miles_hpc.plan.environ import make_environment
+from miles_hpc.plan.expansion import expand_placement
 from miles_hpc.plan.findings import Check, Finding, errors_of, locate, refuse, run_checks
 from miles_hpc.plan.layout import LAYOUT_CHECKS, make_layout, make_rollout_layout
 from miles_hpc.plan.memory import MemoryPlan, plan_memory
@@ -45,8 +46,12 @@ class Draft:
     findings: tuple[Finding, ...]
     would_fit: tuple[str, ...]
 
-    def to_json(self) -> str:
-        """Return the plan's JSON with `would_fit`; of an impossible layout, what the rules say alone."""
+    def to_json(self, *, placement: bool = False) -> str:
+        """Return the plan's JSON with `would_fit`; of an impossible layout, what the rules say alone.
+
+        Args:
+            placement: write out where every rank and engine is; the stored plan has the rule alone.
+        """
         if self.plan is None:
             shown: dict[str, object] = {
                 "layout": None,
@@ -54,6 +59,8 @@ class Draft:
             }
         else:
             shown = asdict(self.plan)
+            if placement:
+                shown["placement"] = asdict(expand_placement(self.plan.layout, self.plan.rollout))
         return json.dumps({**shown, "would_fit": self.would_fit}, indent=2) + "\n"
 
 

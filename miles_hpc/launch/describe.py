@@ -12,6 +12,7 @@ from pathlib import Path
 
 from miles_hpc.engine.compose import all_rules, rule_level_text
 from miles_hpc.errors import SpecError, SubmitError
+from miles_hpc.plan.expansion import expand_placement, placement_lines
 from miles_hpc.plan.page import render_page
 from miles_hpc.plan.plan import Plan
 from miles_hpc.plan.timeline import memory_lines
@@ -19,23 +20,31 @@ from miles_hpc.plan.timeline import memory_lines
 _WIDTH = 100
 
 
-def describe_plan(plan: Plan) -> str:
-    """Return layout, memory by phase, environment with reasons, driver command and what the rules say, one thing a line."""
+def describe_plan(plan: Plan, *, placement: bool = False) -> str:
+    """Return layout, memory by phase, environment with reasons, driver command and what the rules say, one thing a line.
+
+    No line is wider than 100 columns.
+
+    Args:
+        plan: the plan.
+        placement: add where every rank and rollout engine is.
+    """
     lines = [f"{plan.name}: engine {plan.engine}", "", "layout"]
     lines += [f"  {name:<18}{value}" for name, value in asdict(plan.layout).items()]
     lines += ["", "rollout"]
     lines += [f"  {name:<18}{value}" for name, value in asdict(plan.rollout).items()]
     lines += ["", "memory", *memory_lines(plan.memory), "", "environment"]
     for variable in plan.environment:
-        lines.append(f"  {variable.name}={variable.value}" + _scope(variable.scope))
+        lines += _folded(f"  {variable.name}={variable.value}" + _scope(variable.scope))
         lines += textwrap.wrap(
             f"{variable.why} ({variable.source})",
             _WIDTH,
             initial_indent="      ",
             subsequent_indent="      ",
         )
-    command = shlex.join(plan.driver_argv) if plan.driver_argv else "(none in this version)"
-    lines += ["", "driver", f"  {command}"]
+    lines += ["", "driver", *_command_lines(plan.driver_argv)]
+    if placement:
+        lines += ["", "placement", *placement_lines(expand_placement(plan.layout, plan.rollout))]
     if plan.findings or plan.notes:
         lines += ["", "notes"]
         notes = [*(f"{finding.level}: {finding}" for finding in plan.findings), *plan.notes]
@@ -82,6 +91,33 @@ def explain_rule(name: str) -> str:
     parts.append(f"Level: {rule_level_text(rule)}")
     parts.append(f"Source: {rule.source}")
     return "\n\n".join(parts)
+
+
+def _command_lines(argv: Sequence[str]) -> list[str]:
+    """Return the command over lines that a shell reads as one, but where a single word is wider than the terminal."""
+    if not argv:
+        return ["  (none in this version)"]
+    words = [shlex.quote(word) for word in argv]
+    rows = [words[0]]
+    for word in words[1:]:
+        if len(rows[-1]) + len(word) < _WIDTH - 8:
+            rows[-1] += f" {word}"
+        else:
+            rows.append(word)
+    ends = [" \\"] * (len(rows) - 1) + [""]
+    starts = ["  "] + ["      "] * (len(rows) - 1)
+    return [
+        line
+        for start, row, end in zip(starts, rows, ends, strict=True)
+        for line in _folded(start + row + end)
+    ]
+
+
+def _folded(line: str) -> list[str]:
+    """Return `line` cut where the terminal ends; `--json` and the page have long values whole."""
+    rest = _WIDTH - 6
+    cuts = range(_WIDTH, len(line), rest)
+    return [line[:_WIDTH], *(" " * 6 + line[cut : cut + rest] for cut in cuts)]
 
 
 def _scope(scope: str) -> str:

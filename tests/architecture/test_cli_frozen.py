@@ -13,10 +13,11 @@ from tests.architecture.sources import ROOT
 SPEC = ["SPEC", "--site", "--set"]
 COMMANDS = {
     "check": [*SPEC, "--cluster"],
-    "plan": [*SPEC, "--cluster", "--json", "--html"],
+    "plan": [*SPEC, "--cluster", "--json", "--placement", "--html"],
     "submit": [*SPEC, "--cluster", "--wait/--no-wait", "--json"],
     "render": [*SPEC, "-o/--output", "--json"],
     "status": ["RUN", "--json"],
+    "report": ["RUN", "--json"],
     "logs": ["RUN", "-f/--follow", "--node"],
     "cancel": ["RUN", "--json"],
     "explain": ["RULE"],
