@@ -159,7 +159,8 @@ class DiskFile:
             if code not in _NO_FALLOCATE:
                 raise OSError(code, os.strerror(code))
             stat = os.fstatvfs(self._fd)
-            if stat.f_bavail * stat.f_frsize < wanted - old:
+            # ramfs and some network file systems count no blocks at all: nothing is known there, not nothing free.
+            if stat.f_blocks and stat.f_bavail * stat.f_frsize < wanted - old:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(self._fd, wanted)
         except OSError as error:

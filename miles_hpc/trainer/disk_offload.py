@@ -191,6 +191,7 @@ class DiskOffload:
         spans = [as_bytes(storage) for storage in storages]
         write_spans(spans, layout, self._file, self._staging)
         self._file.finish_writes()
+        self._file.check_present()  # bytes in a file that has lost its name are as good as gone
         self._memory.release(storages)
         self._out = (storages, layout)
         return Moved(

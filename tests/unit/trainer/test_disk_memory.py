@@ -19,6 +19,7 @@ import json, os, sys, threading, time
 from pathlib import Path
 import torch
 from miles_hpc.filesystem import resident_bytes
+from miles_hpc.node.page_cache import cgroup_file_bytes
 from miles_hpc.trainer.disk_offload import DiskOffload
 
 path, mode, total, chunk = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -27,15 +28,24 @@ page = os.sysconf("SC_PAGE_SIZE")
 def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * page
 
+def locked():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmLck:", "VmPin:")))
+
+def charged():
+    found = cgroup_file_bytes()
+    return 0 if found is None else found[0]
+
 class Peak(threading.Thread):
     def __init__(self):
         super().__init__(daemon=True)
-        self.rss = self.cached = 0
+        self.rss = self.cached = self.locked = 0
         self.done = threading.Event()
         self.start()
     def run(self):
         while not self.done.wait(0.002):
             self.rss = max(self.rss, rss())
+            self.locked = max(self.locked, locked())
             if path.exists():
                 self.cached = max(self.cached, resident_bytes(path))
     def stop(self):
@@ -45,13 +55,15 @@ class Peak(threading.Thread):
 
 tensors = [torch.randint(0, 256, (total // 16,), dtype=torch.uint8) for _ in range(16)]
 warm = Peak(); warm.stop()
-baseline = rss()
+baseline, charged_before, locked_before = rss(), charged(), locked()
 offload = DiskOffload(path, device=torch.device("cpu"), chunk_bytes=chunk, mode=mode)
 peak = Peak(); offload.offload(tensors); peak.stop()
 out = {"baseline": baseline, "peak_out": peak.rss, "asleep": rss(), "cached_peak_out": peak.cached,
-       "cached_left_out": resident_bytes(path), "staging": offload.staging_bytes}
+       "cached_left_out": resident_bytes(path), "staging": offload.staging_bytes,
+       "charged_left": charged() - charged_before, "locked_out": peak.locked - locked_before}
 peak = Peak(); offload.onload(); peak.stop()
-out |= {"peak_in": peak.rss, "cached_peak_in": peak.cached, "cached_left_in": resident_bytes(path)}
+out |= {"peak_in": peak.rss, "cached_peak_in": peak.cached, "cached_left_in": resident_bytes(path),
+        "locked_in": peak.locked - locked_before}
 offload.close()
 out["closed"] = rss()
 print(json.dumps(out))
@@ -76,6 +88,7 @@ def test_two_chunks_are_all_the_host_memory_an_offload_takes(tmp_path, mode):
     assert seen["asleep"] <= seen["baseline"] - TENSORS + 2 * CHUNK + SLACK
     assert seen["closed"] <= seen["baseline"] + SLACK
     assert seen["cached_left_out"] == seen["cached_left_in"] == 0
+    assert max(seen["locked_out"], seen["locked_in"]) <= 2 * CHUNK
     limit = 0 if mode == "direct" else 2 * CHUNK
     assert seen["cached_peak_out"] <= limit
     # Read-ahead of a buffered read may run past what was asked for; direct reads never touch the cache.
@@ -116,7 +129,7 @@ def test_the_cgroup_is_charged_no_more_than_that(tmp_path):
     join = "import os; open(os.environ['GROUP'], 'w').write(str(os.getpid()))\n"
     try:
         peaks = {}
-        for mode in ("none", "direct"):
+        for mode in ("none", "direct", "buffered"):
             program = join + PROGRAM
             if mode == "none":  # the same process without the offload: the baseline
                 program = program.split("warm = Peak()")[0] + "print('{}')"
@@ -137,9 +150,13 @@ def test_the_cgroup_is_charged_no_more_than_that(tmp_path):
                 env={**os.environ, "OMP_NUM_THREADS": "1", "GROUP": str(group / "cgroup.procs")},
             )
             assert done.returncode == 0, done.stderr
+            # In a cgroup of its own nobody else's page cache is in this figure.
+            assert json.loads(done.stdout).get("charged_left", 0) <= CHUNK
             peaks[mode] = int(peak_file.read_text())
             if peak_file.name == "memory.max_usage_in_bytes":
                 peak_file.write_text("0")
     finally:
         group.rmdir()
     assert peaks["direct"] - peaks["none"] <= 2 * CHUNK + 2 * SLACK
+    # Write-behind holds what is being written twice: staged, and in the page cache until it is on the disk.
+    assert peaks["buffered"] - peaks["none"] <= 4 * CHUNK + 2 * SLACK

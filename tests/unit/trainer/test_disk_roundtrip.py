@@ -81,7 +81,7 @@ def test_any_set_of_tensors_survives(tmp_path, data):
     tensors = []
     for seed in range(data.draw(st.integers(0, 8))):
         rows, columns = data.draw(st.integers(0, 97)), data.draw(st.integers(0, 131))
-        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool]))
+        dtype = data.draw(st.sampled_from(dtypes()))
         raw_size = rows * columns * dtype.itemsize
         base = random_bytes(raw_size, seed).view(dtype).reshape(rows, columns)
         kind = data.draw(st.sampled_from(["whole", "transposed", "strided", "slice", "shared"]))
