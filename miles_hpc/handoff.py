@@ -59,6 +59,19 @@ class ScratchRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAlarm:
+    """When the host memory of a node is too much, and what the agent then does beside saying so.
+
+    Attributes:
+        host_bytes: host memory of one node above which the alarm is raised.
+        action: "drop_page_cache" drops that of `page_cache_roots`; "stop" ends the attempt.
+    """
+
+    host_bytes: int
+    action: Literal["warn", "drop_page_cache", "stop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Handoff:
     """What one job's node agents are told; equal on every node.
 
@@ -79,6 +92,7 @@ class Handoff:
         driver_argv: the driver's command. Placeholders `{run_dir}`, `{attempt_dir}`, `{scratch_dir}`, `{head_address}`,
             `{num_nodes}` are filled on the head node; no other braces have a meaning.
         page_cache_roots: files or folders whose page cache is dropped on every node once the driver has loaded.
+        memory_alarm: None when neither the plan nor the spec knows how much a node has.
         resume: "auto" or "never".
         max_attempts: attempts allowed in this run folder.
         ready_deadline_s / stop_grace_s: the agent's deadlines.
@@ -104,6 +118,7 @@ class Handoff:
     max_attempts: int
     ready_deadline_s: float
     stop_grace_s: float
+    memory_alarm: MemoryAlarm | None = None
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -149,6 +164,9 @@ def read_handoff(path: Path) -> Handoff:
                 "environment": tuple(Variable(**entry) for entry in raw["environment"]),
                 "nccl": None if raw["nccl"] is None else NcclPin(**raw["nccl"]),
                 "scratch": ScratchRequest(**raw["scratch"]),
+                "memory_alarm": None
+                if raw.get("memory_alarm") is None
+                else MemoryAlarm(**raw["memory_alarm"]),
                 "driver_argv": tuple(raw["driver_argv"]),
                 "page_cache_roots": tuple(raw["page_cache_roots"]),
             }

@@ -52,6 +52,10 @@ class AttemptDir:
         """events-NODE.jsonl: events that this node saw."""
         return self.root / f"events-{node}.jsonl"
 
+    def node_samples(self, node: str) -> Path:
+        """samples-NODE.jsonl: memory of the job on this node over time; its schema is `run.samples`."""
+        return self.root / f"samples-{node}.jsonl"
+
     def ray_logs(self, node: str) -> Path:
         """ray-NODE/: Ray's log files, copied from the node at teardown."""
         return self.root / f"ray-{node}"

@@ -15,7 +15,7 @@ from typing import Literal
 
 from miles_hpc.engine.compose import page_cache_roots
 from miles_hpc.errors import SubmitError
-from miles_hpc.handoff import Handoff, NcclPin, ScratchRequest, Variable
+from miles_hpc.handoff import Handoff, MemoryAlarm, NcclPin, ScratchRequest, Variable
 from miles_hpc.launch.sbatch import check_run_path, render_sbatch
 from miles_hpc.paths import RunDir
 from miles_hpc.plan.memory import OBJECT_STORE_BYTES
@@ -89,6 +89,7 @@ def make_handoff(spec: JobSpec, plan: Plan, run: RunDir, *, cluster: Cluster) ->
         max_attempts=spec.job.max_attempts,
         ready_deadline_s=spec.agent.ready_deadline,
         stop_grace_s=spec.agent.stop_grace,
+        memory_alarm=_memory_alarm(spec, plan),
     )
 
 
@@ -105,6 +106,13 @@ def _nccl_pin(spec: JobSpec) -> NcclPin | None:
         path=None if spec.nccl.path is None else str(spec.nccl.path),
         version_code=major * 10000 + minor * 100 + patch,
         preload=True,
+    )
+
+
+def _memory_alarm(spec: JobSpec, plan: Plan) -> MemoryAlarm | None:
+    limit = spec.agent.memory_alarm or plan.memory.alarm_host_bytes_per_node
+    return (
+        None if limit is None else MemoryAlarm(host_bytes=limit, action=spec.agent.on_memory_alarm)
     )
 
 

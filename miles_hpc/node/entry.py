@@ -40,6 +40,7 @@ from miles_hpc.node.rendezvous import (
     HeadAddress,
     Rendezvous,
 )
+from miles_hpc.node.sampling import sampling
 from miles_hpc.node.scratch import collect_leftovers, make_ray_temp, make_scratch
 from miles_hpc.node.supervise import (
     StopRequest,
@@ -78,7 +79,8 @@ def run_node(run: RunDir, environ: Mapping[str, str], leave_word: Callable[[Word
     resources.changed()
     merge = EventMerge(context.attempt.root, run.events)
     try:
-        serve(context, environ, resources, merge)
+        with sampling(context, resources):
+            serve(context, environ, resources, merge)
         outcome = Outcome(state="COMPLETED", exit_code=0, reason="the driver ended with 0")
     except MilesHpcError as error:
         outcome = judge(context, error)

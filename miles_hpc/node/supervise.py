@@ -33,9 +33,13 @@ class StopRequestedError(MilesHpcError):
 
 @dataclass(slots=True)
 class StopRequest:
-    """Which signal asked the agent to end, and how often; a second one ends the driver's grace."""
+    """Which signal asked the agent to end, and how often; a second one ends the driver's grace.
+
+    A thread of the agent may ask for the end too, by an error that then is the attempt's.
+    """
 
     signal_name: str | None = None
+    error: MilesHpcError | None = None
     count: int = 0
     _last_s: float = 0.0
 
@@ -51,10 +55,16 @@ class StopRequest:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
 
+    def end_because(self, error: MilesHpcError) -> None:
+        """Ask the agent to end with `error`; the first one counts."""
+        self.error = self.error or error
+
     def raise_if_requested(self) -> None:
-        """Raise StopRequestedError once a signal has asked for the end."""
+        """Raise StopRequestedError once a signal has asked for the end, or the error that a thread ends the agent with."""
         if self.signal_name is not None:
             raise StopRequestedError(f"told to stop by {self.signal_name}")
+        if self.error is not None:
+            raise self.error
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()

@@ -28,6 +28,7 @@ class Kind(StrEnum):
     DRIVER_STARTED = "driver_started"
     DRIVER_EXITED = "driver_exited"
     PAGE_CACHE_DROPPED = "page_cache_dropped"
+    MEMORY_ALARM = "memory_alarm"
     NODE_FAILED = "node_failed"
     TEARDOWN = "teardown"
     ATTEMPT_ENDED = "attempt_ended"

@@ -314,7 +314,7 @@ class SecretsTable(Table):
 
 
 class AgentTable(Table):
-    """[agent]: deadlines of the node agent."""
+    """[agent]: deadlines of the node agent, and its memory alarm."""
 
     ready_deadline: Deadline = Seconds(300.0)
     """Longest time until every node has joined the Ray cluster; then the job fails and names who is missing."""
@@ -322,6 +322,10 @@ class AgentTable(Table):
     """Longest time until the driver's actors are placed and loaded."""
     stop_grace: Duration = Seconds(20.0)
     """Time that a child process has between SIGTERM and SIGKILL at teardown."""
+    memory_alarm: PositiveSize | None = None
+    """Host memory of a node above which the agent writes a `memory_alarm` event; left out, the plan's figure."""
+    on_memory_alarm: Literal["warn", "drop_page_cache", "stop"] = "warn"
+    """What it does besides: nothing, drop the page cache of the checkpoint files (`offload.drop_page_cache`), or end the job, which continues from its last complete checkpoint when it is started again."""
 
 
 class NativeTable(Table):
