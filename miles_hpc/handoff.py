@@ -44,6 +44,21 @@ class NcclPin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecretSource:
+    """Where the driver's secrets are; no value ever stands in this file.
+
+    Attributes:
+        names: the variables that the driver gets.
+        path: a file of mode 0600 that the head node's agent reads when it starts the driver.
+        is_stored: the file is our own, made at submission from the submitter's environment, and is removed at the end.
+    """
+
+    names: tuple[str, ...]
+    path: str
+    is_stored: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScratchRequest:
     """Which node-local folder the offloaded tensors need.
 
@@ -96,6 +111,7 @@ class Handoff:
         resume: "auto" or "never".
         max_attempts: attempts allowed in this run folder.
         ready_deadline_s / stop_grace_s: the agent's deadlines.
+        secrets: the driver's secrets by name; None when it has none.
     """
 
     run_dir: str
@@ -119,6 +135,7 @@ class Handoff:
     ready_deadline_s: float
     stop_grace_s: float
     memory_alarm: MemoryAlarm | None = None
+    secrets: SecretSource | None = None
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -126,10 +143,28 @@ class Handoff:
         return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
 
 
+def is_shell_setting(name: str) -> bool:
+    """Say whether the variable `name` belongs to the shell that submits, and no job may inherit it.
+
+    Python's and conda's name another environment's modules; a proxy of the login node takes traffic between nodes away.
+    A spec that wants one says so in [env].
+    """
+    return (
+        name.startswith(("PYTHON", "CONDA_", "_CONDA_", "_CE_", "MAMBA_"))
+        or name == "VIRTUAL_ENV"
+        or name.upper() in ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
+    )
+
+
 def node_argv(handoff: Handoff) -> tuple[str, ...]:
-    """Return the command that one Slurm task runs on each node, the same for every way of submitting."""
+    """Return the command that one Slurm task runs on each node, the same for every way of submitting.
+
+    What would keep Python from starting, and secrets that a shell exported, are taken out before anything of ours starts.
+    """
+    names = () if handoff.secrets is None else handoff.secrets.names
     return (
         "/usr/bin/env",
+        *(f"--unset={name}" for name in ("PYTHONHOME", *names)),
         f"PYTHONPATH={handoff.code_dir}",
         handoff.python,
         "-P",  # not the working directory: a checkout there would run instead of the frozen code
@@ -167,6 +202,7 @@ def read_handoff(path: Path) -> Handoff:
                 "memory_alarm": None
                 if raw.get("memory_alarm") is None
                 else MemoryAlarm(**raw["memory_alarm"]),
+                "secrets": _secret_source(raw.get("secrets")),
                 "driver_argv": tuple(raw["driver_argv"]),
                 "page_cache_roots": tuple(raw["page_cache_roots"]),
             }
@@ -175,3 +211,16 @@ def read_handoff(path: Path) -> Handoff:
         raise ResumeError(
             f"{path}: {error}; expected the keys of version {VERSION}. Submit the spec again into a new run folder."
         ) from error
+
+
+def _secret_source(raw: dict[str, object] | None) -> SecretSource | None:
+    if raw is None:
+        return None
+    names = raw["names"]
+    if not isinstance(names, list):
+        raise TypeError(f"secrets.names: found {type(names).__name__}, expected a list")
+    return SecretSource(
+        names=tuple(str(name) for name in names),
+        path=str(raw["path"]),
+        is_stored=bool(raw["is_stored"]),
+    )

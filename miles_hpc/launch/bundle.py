@@ -15,8 +15,9 @@ from typing import Literal
 
 from miles_hpc.engine.compose import page_cache_roots
 from miles_hpc.errors import SubmitError
-from miles_hpc.handoff import Handoff, MemoryAlarm, NcclPin, ScratchRequest, Variable
+from miles_hpc.handoff import Handoff, MemoryAlarm, NcclPin, ScratchRequest, SecretSource, Variable
 from miles_hpc.launch.sbatch import check_run_path, render_sbatch
+from miles_hpc.launch.secret_intake import forget_secrets, taken_secrets
 from miles_hpc.paths import RunDir
 from miles_hpc.plan.memory import OBJECT_STORE_BYTES
 from miles_hpc.plan.plan import Plan
@@ -39,9 +40,9 @@ def write_run_folder(
     """
     spec = loaded.spec
     try:
-        with _claimed(spec, output) as (root, partial):
+        with _claimed(spec, output) as (root, partial), taken_secrets(spec, root) as secrets:
             run = RunDir(root)
-            handoff = make_handoff(spec, plan, run, cluster=cluster)
+            handoff = make_handoff(spec, plan, run, cluster=cluster, secrets=secrets)
             _fill(RunDir(partial), loaded, plan, handoff, script=render_sbatch(spec, run, handoff))
             partial.rename(root)
             _sync_folder(root.parent)
@@ -53,7 +54,14 @@ def write_run_folder(
     return run, handoff
 
 
-def make_handoff(spec: JobSpec, plan: Plan, run: RunDir, *, cluster: Cluster) -> Handoff:
+def make_handoff(
+    spec: JobSpec,
+    plan: Plan,
+    run: RunDir,
+    *,
+    cluster: Cluster,
+    secrets: SecretSource | None = None,
+) -> Handoff:
     """Return what the node agents of the job are told."""
     python = spec.cluster.python or Path(sys.executable)
     if "=" in str(python):
@@ -90,11 +98,13 @@ def make_handoff(spec: JobSpec, plan: Plan, run: RunDir, *, cluster: Cluster) ->
         ready_deadline_s=spec.agent.ready_deadline,
         stop_grace_s=spec.agent.stop_grace,
         memory_alarm=_memory_alarm(spec, plan),
+        secrets=secrets,
     )
 
 
 def remove_run_folder(run: RunDir) -> None:
-    """Remove a run folder whose job was refused."""
+    """Remove a run folder whose job was refused, and the secrets stored for it."""
+    forget_secrets(run)
     shutil.rmtree(run.root, ignore_errors=True)
 
 

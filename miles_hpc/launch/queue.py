@@ -15,6 +15,7 @@ from pathlib import Path
 
 from miles_hpc.errors import QueueError
 from miles_hpc.handoff import read_handoff
+from miles_hpc.launch.secret_intake import forget_secrets
 from miles_hpc.paths import RunDir
 from miles_hpc.process import Completed, run_short
 from miles_hpc.run.report import JobReference, QueueView, Status, find_job, report
@@ -204,6 +205,7 @@ def cancel(run: RunDir) -> Status:
     view = ask(run, job)
     now = report(run, job, view)
     if now.is_final and view.state not in ("PENDING", "RUNNING"):
+        forget_secrets(run)
         return now
     if view.state == "UNKNOWN":
         raise QueueError(
@@ -221,6 +223,7 @@ def cancel(run: RunDir) -> Status:
         _scancel("--signal=TERM", job.job_id)
     if view.state == "RUNNING" and not _wait_for_end(run, job, _grace_s(run)):
         _cancel_by_force(run, job)
+    forget_secrets(run)
     return status(run)
 
 

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from miles_hpc.errors import MilesHpcError, SubmitError
-from miles_hpc.handoff import Handoff, node_argv, read_handoff
+from miles_hpc.handoff import Handoff, is_shell_setting, node_argv, read_handoff
 from miles_hpc.launch.bundle import remove_run_folder
 from miles_hpc.launch.queue import process_start_ticks
 from miles_hpc.launch.sbatch import sbatch_options, srun_arguments
@@ -86,7 +86,10 @@ def submit_slurm(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
         },
     )
     started_s = time.time()
-    with _environ_for_sbatch(options), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        _environ_for_sbatch(options, secret_names(handoff)),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         try:
             job = executor.submit(os.execv, "/usr/bin/env", list(node_argv(handoff)))
         except submitit.core.utils.FailedJobError as error:
@@ -122,7 +125,11 @@ def submit_local(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
             f"{spec.job.time_limit:.0f}",
         ),
         timeout_s=_LOCAL_START_TIMEOUT_S,
-        environ={**os.environ, "PYTHONPATH": path, "SUBMITIT_LOG_LEVEL": "NOCONFIG"},
+        environ={
+            **without_submitters(os.environ, secret_names(handoff)),
+            "PYTHONPATH": path,
+            "SUBMITIT_LOG_LEVEL": "NOCONFIG",
+        },
     )
     job = read_object(run.job)
     if done.exit_code == SubmitError.exit_code:
@@ -227,15 +234,19 @@ def _node_python(run: RunDir, handoff: Handoff) -> str:
 
 
 @contextlib.contextmanager
-def _environ_for_sbatch(options: Mapping[str, object]) -> Iterator[None]:
+def _environ_for_sbatch(
+    options: Mapping[str, object], secret_names: tuple[str, ...]
+) -> Iterator[None]:
     """Hide the variables of an enclosing allocation and of the user's shell that would change the job."""
     kept_defaults = {f"SBATCH_{name.upper()}" for name in _SITE_DEFAULTS if name not in options}
+    kept = without_submitters(os.environ, secret_names)
     hidden = {
         name: value
         for name, value in os.environ.items()
         if (name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in _KEPT_SLURM_NAMES)
         or (name.startswith("SBATCH_") and name not in kept_defaults)
         or (name.startswith("SUBMITIT_") and name != "SUBMITIT_LOG_LEVEL")
+        or name not in kept
     }
     for name in hidden:
         del os.environ[name]
@@ -243,6 +254,20 @@ def _environ_for_sbatch(options: Mapping[str, object]) -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def secret_names(handoff: Handoff) -> tuple[str, ...]:
+    """Return the variables that only the driver may have."""
+    return () if handoff.secrets is None else handoff.secrets.names
+
+
+def without_submitters(environ: Mapping[str, str], secret_names: tuple[str, ...]) -> dict[str, str]:
+    """Return `environ` without what belongs to the submitting shell alone: secrets, Python and conda settings, proxies."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in secret_names and not is_shell_setting(name)
+    }
 
 
 def _refused(error: Exception) -> SubmitError:

@@ -3,7 +3,7 @@
 Holds references only; decides nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_hpc.handoff import Handoff
@@ -11,6 +11,7 @@ from miles_hpc.node.rendezvous import Rendezvous
 from miles_hpc.node.supervise import StopRequest
 from miles_hpc.paths import AttemptDir, RunDir
 from miles_hpc.run.events import EventLog
+from miles_hpc.secret_store import Redaction
 from miles_hpc.slurm import NodeIdentity
 
 
@@ -25,6 +26,7 @@ class NodeContext:
     rendezvous: Rendezvous
     events: EventLog
     stop: StopRequest
+    redaction: Redaction = field(default_factory=Redaction)
 
     @property
     def node(self) -> str:

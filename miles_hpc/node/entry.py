@@ -58,6 +58,7 @@ from miles_hpc.run.resume import (
     wait_for_attempt,
     write_whole,
 )
+from miles_hpc.secret_store import Redaction, read_secrets
 from miles_hpc.slurm import NodeIdentity, identify_node, is_job_live
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def enter_attempt(
         events=EventLog(attempt.node_events(identity.node), identity.node),
         stop=stop,
     )
-    log_to(context.log, identity.node)
+    log_to(context.log, identity.node, context.redaction)
     if identity.is_head:
         context.rendezvous.open()
         context.events.append(
@@ -228,13 +229,29 @@ def run_driver(
 ) -> None:
     """Start the driver on this head node and watch until it has ended with 0."""
     argv = driver_argv(context, settings, address)
-    environ = driver_environment(context, settings.environ, address)
+    environ = driver_environment(context, settings.environ, address, driver_secrets(context))
     resources.driver = start_child(
         "driver", argv, environ=environ, log=context.attempt.driver_log, cwd=context.run.root
     )
     context.events.append(Kind.DRIVER_STARTED, argv=list(argv), pid=resources.driver.process.pid)
     children = {child.name: child for child in resources.children()}
     watch_head(context, settings, children, membership, merge)
+
+
+def driver_secrets(context: NodeContext) -> dict[str, str]:
+    """Return the driver's secrets, which from here on are taken out of what this agent writes.
+
+    Raises:
+        PreflightError: if their file is gone or not this user's alone.
+    """
+    source = context.handoff.secrets
+    if source is None:
+        return {}
+    values, faults = read_secrets(source, f"{context.node}: secrets")
+    if faults:
+        raise PreflightError("\n".join(str(fault) for fault in faults))
+    context.redaction.add(tuple(values.values()))
+    return values
 
 
 def driver_argv(context: NodeContext, settings: RaySettings, address: str) -> tuple[str, ...]:
@@ -287,9 +304,20 @@ def make_word(context: NodeContext, folders: tuple[Path, ...]) -> Word:
     )
 
 
-def log_to(path: Path, node: str) -> None:
+class _RedactingFormatter(logging.Formatter):
+    """Writes a line without the driver's secrets, whatever text they came in."""
+
+    def __init__(self, form: str, redaction: Redaction) -> None:
+        super().__init__(form)
+        self._redaction = redaction
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redaction.clean(super().format(record))
+
+
+def log_to(path: Path, node: str, redaction: Redaction) -> None:
     """Send this agent's log to the node's log file and to the job's output."""
-    form = logging.Formatter(f"%(asctime)s {node} %(levelname)s %(message)s")
+    form = _RedactingFormatter(f"%(asctime)s {node} %(levelname)s %(message)s", redaction)
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in (logging.FileHandler(path), logging.StreamHandler(sys.stderr)):

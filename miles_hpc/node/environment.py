@@ -5,25 +5,40 @@ then the handoff's. Nothing travels through Slurm's `--export`, which cuts value
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from miles_hpc.handoff import is_shell_setting
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.network import Interface
 from miles_hpc.node.survivors import TAG_VARIABLE
 
 # RAY_*: a foreign Ray's address, token or flags from the user's shell. LD_PRELOAD: NCCL reaches only the actors that use it.
-# PYTHON*: another environment's modules. MILES_HPC_* and SUBMITIT_*: an outer job's.
-_SCRUBBED_PREFIXES = ("RAY_", "MILES_HPC_", "SUBMITIT_")
-_SCRUBBED = frozenset({"LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"})
+# MILES_HPC_*, SUBMITIT_*, SBATCH_*, SRUN_*: an outer job's, or for the submission alone.
+_SCRUBBED_PREFIXES = ("RAY_", "MILES_HPC_", "SUBMITIT_", "SBATCH_", "SRUN_")
+_SCRUBBED = frozenset({"LD_PRELOAD"})
+# Of SLURM_*, what Slurm sets in every step. All else may be left from an allocation around the one that submitted.
+_KEPT_SLURM = frozenset(
+    {
+        "SLURM_CLUSTER_NAME", "SLURM_CONF", "SLURM_JOBID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES",
+        "SLURM_JOB_PARTITION", "SLURM_JOB_UID", "SLURM_JOB_USER", "SLURM_LOCALID", "SLURM_NNODES", "SLURM_NODEID",
+        "SLURM_NODELIST", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEPID", "SLURM_STEP_ID", "SLURM_TMPDIR",
+    }
+)  # fmt: skip
 
 
-def without_foreign_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without the variables that would lead Ray or Python elsewhere."""
+def without_foreign_settings(
+    environ: Mapping[str, str], secret_names: Collection[str] = ()
+) -> dict[str, str]:
+    """Return `environ` without secrets and without the variables that would lead Ray or Python elsewhere."""
     return {
         name: value
         for name, value in environ.items()
-        if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
+        if name not in _SCRUBBED
+        and name not in secret_names
+        and not name.startswith(_SCRUBBED_PREFIXES)
+        and not is_shell_setting(name)
+        and (not name.startswith("SLURM_") or name in _KEPT_SLURM)
     }
 
 
@@ -64,17 +79,21 @@ def node_environment(
         # NCCL takes a pattern such as "^lo,docker" as it is.
         own["NCCL_SOCKET_IFNAME"] = handoff.interface
     chosen = {entry.name: entry.value for entry in handoff.environment if entry.scope == "ray"}
-    return {**without_foreign_settings(base), **own, **chosen}
+    secrets = () if handoff.secrets is None else handoff.secrets.names
+    return {**without_foreign_settings(base, secrets), **own, **chosen}
 
 
 def driver_environment(
-    context: NodeContext, node_environ: Mapping[str, str], ray_address: str
+    context: NodeContext,
+    node_environ: Mapping[str, str],
+    ray_address: str,
+    secrets: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the driver's environment: the node's, the address of the job's Ray, and the driver's own variables."""
     chosen = {
         entry.name: entry.value for entry in context.handoff.environment if entry.scope == "driver"
     }
-    return {**node_environ, "RAY_ADDRESS": ray_address, **chosen}
+    return {**node_environ, "RAY_ADDRESS": ray_address, **chosen, **secrets}
 
 
 def fill_placeholders(argv: tuple[str, ...], values: Mapping[str, str]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from miles_hpc.node.nccl import NcclFound, judge_nccl
 from miles_hpc.node.scratch import choose_scratch_root
 from miles_hpc.process import run_short
 from miles_hpc.run.events import Kind
+from miles_hpc.secret_store import read_secrets
 from miles_hpc.units import format_bytes
 
 # The first import of an interpreter from a busy network file system takes that long.
@@ -61,7 +62,7 @@ def check_node(context: NodeContext, environ: Mapping[str, str]) -> NodeFacts:
     faults += scratch_faults
     memory, memory_faults = _check_memory(context)
     faults += memory_faults + _check_run_folder(context) + _check_shared_memory(context)
-    faults += _check_gpus(context, environ)
+    faults += _check_gpus(context, environ) + _check_secrets(context)
     if faults or scratch_root is None:
         raise PreflightError("\n".join(sorted(str(fault) for fault in faults)))
     path = report.get("nccl_path")
@@ -144,6 +145,12 @@ def _check_memory(context: NodeContext) -> tuple[int, tuple[Fault, ...]]:
         fix="Ask Slurm for this memory (cluster.mem), or lower it to what the node has.",
     )
     return limit, (fault,)
+
+
+def _check_secrets(context: NodeContext) -> tuple[Fault, ...]:
+    if context.handoff.secrets is None or not context.is_head:
+        return ()
+    return read_secrets(context.handoff.secrets, f"{context.node}: secrets")[1]
 
 
 def _check_run_folder(context: NodeContext) -> tuple[Fault, ...]:

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
-from miles_hpc.errors import MilesHpcError
+from miles_hpc.errors import MilesHpcError, NodeError, PreflightError
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.ray_cluster import HeadStoppedError, NodeFailedError
@@ -41,7 +42,7 @@ def judge(context: NodeContext, error: MilesHpcError) -> Outcome:
     cancelled = context.stop.signal_name is not None
     if isinstance(error, NodeFailedError):
         cancelled = cancelled or error.failure.kind == StopRequestedError.__name__
-    reason = str(error)
+    reason = context.redaction.clean(str(error))
     if cancelled and not isinstance(error, NodeFailedError):
         reason = f"{context.node}: told to stop by {context.stop.signal_name}"
     outcome = Outcome(
@@ -94,7 +95,19 @@ def conclude(
     )
     merge.run_once()
     record_verdict(context, outcome, driver_code)
+    forget_secrets(context, outcome)
     return outcome.exit_code
+
+
+def forget_secrets(context: NodeContext, outcome: Outcome) -> None:
+    """Remove the secrets stored at submission, unless Slurm may start this job again: requeued, or after a node's fault."""
+    source = context.handoff.secrets
+    node_faults = (PreflightError.exit_code, NodeError.exit_code)
+    again = outcome.state == "CANCELLED" or outcome.exit_code in node_faults
+    if source is None or not source.is_stored or (again and context.handoff.resume == "auto"):
+        return
+    with contextlib.suppress(OSError):
+        Path(source.path).unlink(missing_ok=True)
 
 
 def record_verdict(context: NodeContext, outcome: Outcome, driver_code: int | None) -> None:

@@ -131,6 +131,9 @@ def check_variables(settings: Settings) -> Iterator[Violation]:
         yield from _owned_variable(path, name)
         if name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             yield from _allocator(settings, path, name, value)
+    names = settings.written("secrets.names")
+    for name in names if isinstance(names, list) else []:
+        yield from _secret_name(settings, str(name))
     yield from _secrets(settings)
     yield from _options(settings)
 
@@ -164,6 +167,18 @@ def _owned_variable(path: tuple[str, ...], name: str) -> Iterator[Violation]:
             found=f"the variable {name}",
             expected=f"a variable that this package does not own ({reason})",
             fix="remove it",
+        )
+
+
+def _secret_name(settings: Settings, name: str) -> Iterator[Violation]:
+    yield from _owned_variable(("secrets", "names"), name)
+    if name in settings.table("env"):
+        yield Violation(
+            rule=OWNED_VARIABLES,
+            path=("secrets", "names"),
+            found=f"the variable {name}, which [env] sets too",
+            expected="one place for each variable",
+            fix="remove it from [env]",
         )
 
 
@@ -208,7 +223,7 @@ def _secrets(settings: Settings) -> Iterator[Violation]:
             path=path,
             found="a name that says its value is a secret",
             expected="no secret in a spec, whose text and plan are kept in the run folder",
-            fix="remove it; keep the secret in a file of mode 0600 that every node sees, and name that file",
+            fix="remove it; put the name into secrets.names, and the value into secrets.file or the environment of submit",
         )
 
 

@@ -54,7 +54,7 @@ def test_scopes_and_values_with_commas_are_kept(make_context):
         )
     )
     ray = environment(context, {})
-    driver = driver_environment(context, ray, "10.0.0.1:6379")
+    driver = driver_environment(context, ray, "10.0.0.1:6379", {})
     assert ray["PYTORCH_CUDA_ALLOC_CONF"] == driver["PYTORCH_CUDA_ALLOC_CONF"] == "a:0.8,b:512"
     assert "ONLY_DRIVER" not in ray
     assert driver["ONLY_DRIVER"] == "x"

@@ -32,6 +32,8 @@ WITHOUT_EFFECT = [
     ("native", ["parallel.sequence_parallel=true"], "parallel.sequence_parallel", "MH109"),
     ("native", ["job.resume=never", "job.max_attempts=3"], "job.max_attempts", "MH110"),
     ("native", ["offload.train=host", "offload.chunk=1MiB"], "offload.chunk", "MH111"),
+    ("native", ["offload.optimizer_bucket=1MiB"], "offload.optimizer_bucket", "MH111"),
+    ("miles", ["offload.stream_optimizer=true"], "offload.stream_optimizer", "MH111"),
     ("native", ["offload.peak_device=gpu"], "offload.peak_device", "MH111"),
     ("miles", ["offload.peak_device=gpu", "offload.rollout=none"], "offload.peak_device", "MH111"),
     ("miles", ["offload.base_cpu_backup=true"], "offload.base_cpu_backup", "MH111"),
@@ -59,6 +61,8 @@ def test_a_key_without_effect_is_an_error_with_its_rule(
         ("native", ["cluster.gpu_request=none", "cluster.gpus_per_node=0"]),
         ("native", ["job.resume=never", "job.max_attempts=1"]),
         ("native", ["offload.peak_device=cpu", "parallel.ep=1"]),
+        ("miles", ["offload.stream_optimizer=false"]),
+        ("native", ["offload.train=none", "offload.stream_optimizer=true", "offload.chunk=1MiB"]),
     ],
 )
 def test_a_value_that_asks_for_nothing_may_stand_anywhere(
@@ -189,7 +193,7 @@ def test_a_variable_with_an_owner_is_refused(native: Path, name: str):
 def test_a_secret_is_refused_and_never_printed(miles: Path, key: str, value: str):
     text = "\n".join(faults(miles, f"{key}={value}"))
     assert "MH123" in text
-    assert "a file of mode 0600" in text
+    assert "secrets.names" in text
     assert "canary" not in text
 
 
@@ -240,3 +244,15 @@ def test_every_key_that_a_rule_names_exists():
     named |= {key for row in REQUIREMENTS for key in (*row.keys, *row.when.keys)}
     named |= {key for row in REFUSALS for key in (row.key, *row.when.keys)}
     assert {key for key in named if tuple(key.split(".")) not in spec_keys()} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("RAY_AUTH_TOKEN", "the variable RAY_AUTH_TOKEN"), ("MINE", "MINE, which [env] sets too")],
+)
+def test_a_secret_may_not_be_an_owned_variable_nor_stand_in_env_too(
+    native: Path, name: str, found: str
+):
+    line = only_fault(native, [f"secrets.names=['{name}']", "env.MINE=x"])
+    assert found in line
+    assert line.endswith("MH122")

@@ -1,0 +1,141 @@
+"""The recipes that come with the package: what there is and what each needs.
+
+A recipe is a file of jobs/. The comments at its head say what it is, its node type (`# node: H200`) and, where the
+launcher it follows breaks rules, which (`# violates: MH202 MH203`). Knows no table of the spec but what it lists.
+"""
+
+import json
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from miles_hpc.engine.compose import memory_of
+from miles_hpc.errors import SpecError
+from miles_hpc.paths import packaged
+from miles_hpc.plan.engine_sizes import ENGINE_SIZE_CHECKS
+from miles_hpc.plan.findings import errors_of, run_checks
+from miles_hpc.plan.grid import ranks_per_node
+from miles_hpc.plan.layout import LAYOUT_CHECKS
+from miles_hpc.spec.job import JobSpec
+from miles_hpc.spec.load import load_spec
+
+WIDTH = 100
+_HEAD = ("recipe", "model", "nodes", "type", "engine", "needs: GiB of a GPU, of a node")
+_NOTE = re.compile(r"^# (node|violates): (.+)$", re.M)
+_SENTENCE = re.compile(r"^# (?!node:|violates:)(\S.*)$", re.M)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One recipe.
+
+    Attributes:
+        about: its first sentence.
+        node: type of its nodes, as its head says.
+        host_bytes_per_node: memory of the largest phase without page cache; None when the layout is impossible.
+        gpu_bytes_per_gpu: the same of a GPU; None for CPU nodes.
+        scratch_bytes_per_node: disk that the sleeping trainer takes.
+        violates: ids of the rules that refuse it.
+    """
+
+    name: str
+    about: str
+    model: str
+    engine: str
+    num_nodes: int
+    ranks_per_node: int
+    node: str
+    host_bytes_per_node: int | None
+    gpu_bytes_per_gpu: int | None
+    scratch_bytes_per_node: int
+    violates: tuple[str, ...]
+
+
+def recipe_paths() -> tuple[Path, ...]:
+    """Return the files of the recipes, by name."""
+    return tuple(sorted(packaged("jobs").glob("*.toml")))
+
+
+def recipe_path(name: str) -> Path:
+    """Return the file of the recipe called `name`.
+
+    Raises:
+        SpecError: when there is none.
+    """
+    names = [path.stem for path in recipe_paths()]
+    if name in names:
+        return packaged("jobs") / f"{name}.toml"
+    close = get_close_matches(name, names, n=1)
+    nearest = f'. Nearest "{close[0]}"' if close else ""
+    raise SpecError(
+        f'recipe: found "{name}"; expected one of the {len(names)} that `miles-hpc jobs` lists{nearest}'
+    )
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Return what the recipe at `path` is and needs."""
+    text = path.read_text(encoding="utf-8")
+    notes: Mapping[str, str] = dict(_NOTE.findall(text))
+    about = _SENTENCE.search(text)
+    spec = load_spec(path).spec
+    violates = tuple(notes.get("violates", "").split())
+    host, gpu, scratch = _needs(spec)
+    return Recipe(
+        name=path.stem,
+        about="" if about is None else about[1],
+        model=spec.model.name,
+        engine=spec.job.engine,
+        num_nodes=spec.cluster.num_nodes,
+        ranks_per_node=ranks_per_node(spec),
+        node=notes.get("node", "CPU" if spec.cluster.device == "cpu" else "GPU"),
+        host_bytes_per_node=host,
+        gpu_bytes_per_gpu=gpu,
+        scratch_bytes_per_node=scratch,
+        violates=violates,
+    )
+
+
+def _needs(spec: JobSpec) -> tuple[int | None, int | None, int]:
+    """Return the host memory, GPU memory and scratch space that the largest phases take."""
+    if errors_of(run_checks((*LAYOUT_CHECKS, *ENGINE_SIZE_CHECKS), spec)):
+        return None, None, 0
+    memory = memory_of(spec)
+    scratch = max(phase.scratch_bytes_per_node for phase in memory.phases)
+    gpu = memory.gpu_peak.gpu_bytes_per_gpu if spec.cluster.device == "gpu" else None
+    return memory.host_peak.committed_host_bytes, gpu, scratch
+
+
+def catalogue_json(recipes: Sequence[Recipe]) -> str:
+    """Return the recipes as one JSON object."""
+    return json.dumps({"recipes": [asdict(recipe) for recipe in recipes]}, indent=2)
+
+
+def catalogue_table(recipes: Sequence[Recipe]) -> str:
+    """Return the recipes as a table of at most 100 columns; their names are never cut."""
+    rows = [_HEAD, *(_row(recipe) for recipe in recipes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    room = WIDTH - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
+        lines.append("  ".join([*cells, textwrap.shorten(row[-1], room, placeholder="...")]))
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _row(recipe: Recipe) -> tuple[str, ...]:
+    needs = "-"
+    if recipe.host_bytes_per_node is not None:
+        parts = [(recipe.gpu_bytes_per_gpu, "GPU"), (recipe.host_bytes_per_node, "host")]
+        parts += [(recipe.scratch_bytes_per_node or None, "disk")]
+        needs = " ".join(f"{what} {_gib(count)}" for count, what in parts if count is not None)
+    if recipe.violates:
+        needs += f" refused: {' '.join(recipe.violates)}"
+    size = f"{recipe.num_nodes} x {recipe.ranks_per_node}"
+    return recipe.name, recipe.model, size, recipe.node, recipe.engine, needs
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.0f}" if count >= 10 * 2**30 else f"{count / 2**30:.1f}"
