@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from offload_plot import NOT_ON_DISK, TARGET, draw, panels_of_page
 from offload_ways import MIB, WAYS, Way, resident
 
 from miles_hpc.filesystem import describe_path
@@ -139,6 +140,7 @@ class Ranks:
                 ),
             )
             process.start()
+            theirs.close()  # so that a rank that dies is an end of file here, and no wait for ever
             self.links.append(ours)
             self.processes.append(process)
 
@@ -220,9 +222,9 @@ def summary(entry: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def table(results: dict[str, Any], count: int) -> list[str]:
-    """Print one group's figures; the ratio is to the best raw depth of that direction."""
-    limit = {
+def limits_of(results: dict[str, Any]) -> dict[str, float]:
+    """Return the best raw rate over the depths, for each direction."""
+    return {
         direction: max(
             (
                 figures[direction]["gb_s"]
@@ -233,6 +235,11 @@ def table(results: dict[str, Any], count: int) -> list[str]:
         )
         for direction in ("out", "back")
     }
+
+
+def table(results: dict[str, Any], count: int) -> list[str]:
+    """Print one group's figures; the ratio is to the best raw depth of that direction."""
+    limit = limits_of(results)
     lines = [
         f"### {count} rank(s); limit {limit['out']:.2f} GB/s out, {limit['back']:.2f} GB/s back",
         "",
@@ -249,7 +256,29 @@ def table(results: dict[str, Any], count: int) -> list[str]:
             f"{back['gb_s'] / limit['back']:.2f} | {out['rss_mib']:.0f} / {back['rss_mib']:.0f} | "
             f"{out['cached_mib']:.0f} / {back['cached_mib']:.0f} |"
         )
-    return [*lines, ""]
+    return [*lines, "", *verdict(results), ""]
+
+
+def verdict(results: dict[str, Any]) -> list[str]:
+    """Say for each direction whether the target was met, and how ours stands to the fastest other durable way."""
+    lines, limit = [], limits_of(results)
+    for direction in ("out", "back"):
+        rates = {
+            name: figures[direction]["gb_s"]
+            for name, figures in results.items()
+            if direction in figures and not name.startswith("raw") and name not in NOT_ON_DISK
+        }
+        ours = rates.get("ours")
+        others = {name: rate for name, rate in rates.items() if not name.startswith("ours")}
+        if ours is None or not others:
+            continue
+        best = max(others, key=lambda name: others[name])
+        met = "met" if ours / limit[direction] >= TARGET else "missed"
+        lines.append(
+            f"{direction}: ours at {ours / limit[direction]:.2f} of the limit, target {TARGET} {met}; fastest other "
+            f"{best}, ours / it = {ours / others[best]:.2f}"
+        )
+    return lines
 
 
 def options_of(arguments: list[str]) -> argparse.Namespace:
@@ -270,6 +299,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--also", default="", help="further ways, after --ways")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--svg", type=Path, help="draw the tables there")
     options = parser.parse_args(arguments)
     # A comma may stand in a name, so names are matched and not split.
     text = f"{options.ways},{options.also}"
@@ -293,15 +323,23 @@ def main() -> None:
     print(
         f"{report['machine']}; {report['device']}; torch {report['torch']}; {report['disk']}; {format_bytes(options.total)}\n"
     )
+    printed: list[str] = []
     for count in [int(word) for word in options.ranks.split(",")]:
         folder = Path(tempfile.mkdtemp(prefix="offload-bench-", dir=options.folder))
+        load = os.getloadavg()[0]
         try:
             report["ranks"][count] = measure(options, count, folder)
         finally:
             shutil.rmtree(folder)
-        print("\n".join(table(report["ranks"][count], count)), flush=True)
+        lines = table(report["ranks"][count], count)
+        loads = f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after"
+        print("\n".join([*lines, loads, ""]), flush=True)
+        printed += lines
         if options.json is not None:
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.svg is not None:
+        page = "\n".join([f"## {report['device']}", *printed])
+        options.svg.write_text(draw(panels_of_page(page)), encoding="utf-8")
 
 
 if __name__ == "__main__":
