@@ -43,8 +43,9 @@ class TrainerFootprint:
 
     Attributes:
         weights: all weights of the rank, the frozen base included.
-        trained: adapters with their gradients and optimizer state, or gradients alone in full training.
-        optimizer: optimizer state in full training; 0 with LoRA, whose state is in `trained`.
+        trained: adapters with their gradients and, unless streamed, optimizer state; or gradients alone in full training.
+        optimizer: optimizer state in full training, unless streamed; 0 with LoRA, whose state is in `trained`.
+        streamed: optimizer state on scratch disk, with `offload.stream_optimizer`.
         activations: what forward keeps for backward, at its peak.
         logits: output scores of one micro-batch with their gradient; last stage only.
     """
@@ -52,6 +53,7 @@ class TrainerFootprint:
     weights: Bytes
     trained: Bytes
     optimizer: Bytes
+    streamed: Bytes
     activations: Bytes
     logits: Bytes
 
@@ -93,9 +95,20 @@ def optimizer_bytes(spec: JobSpec, stage: RankParams) -> Bytes:
 
 
 def adapter_bytes(spec: JobSpec) -> Bytes:
-    """Return the most bytes of adapters, their fp32 gradients and their optimizer state on one rank."""
-    each = DTYPE_BYTES[spec.model.train_dtype] + GRADIENT_BYTES + ADAM_BYTES
+    """Return the most bytes of adapters, their fp32 gradients and, unless streamed, their optimizer state on one rank."""
+    each = DTYPE_BYTES[spec.model.train_dtype] + GRADIENT_BYTES
+    if not spec.offload.stream_optimizer:
+        each += ADAM_BYTES
     return Bytes(count_adapters(spec) * each)
+
+
+def optimizer_footprint(spec: JobSpec, stage: RankParams) -> tuple[Bytes, Bytes]:
+    """Return one rank's optimizer state that is in memory beside `adapter_bytes`, and that on scratch disk."""
+    if spec.lora is None:
+        state = optimizer_bytes(spec, stage)
+        return (Bytes(0), state) if spec.offload.stream_optimizer else (state, Bytes(0))
+    streamed = count_adapters(spec) * ADAM_BYTES if spec.offload.stream_optimizer else 0
+    return Bytes(0), Bytes(streamed)
 
 
 def micro_batch_tokens(spec: JobSpec, longest: int | None = None) -> int:
@@ -173,11 +186,13 @@ def trainer_footprints(spec: JobSpec, longest: int | None = None) -> tuple[Train
         full = spec.lora is None
         gradients = Bytes((stage.routed + stage.others) * GRADIENT_BYTES)
         is_last = index == spec.parallel.pp - 1
+        optimizer, streamed = optimizer_footprint(spec, stage)
         footprints.append(
             TrainerFootprint(
                 weights=rank_weight_bytes(spec, stage),
                 trained=gradients if full else adapters,
-                optimizer=optimizer_bytes(spec, stage) if full else Bytes(0),
+                optimizer=optimizer,
+                streamed=streamed,
                 activations=activation_bytes(spec, index, first, stage.layers, tokens),
                 logits=logit_bytes(spec, tokens) if is_last else Bytes(0),
             )

@@ -53,12 +53,14 @@ class EngineTraits:
     Attributes:
         pinned_copies: copies of a rank's trainer weights that stay pinned in host memory all the time.
         keeps_engine_copy: the sleeping rollout engine leaves its weights in host memory.
+        rebuilds_weights: a waking trainer casts its weights from the optimizer's master weights, which sleep instead of them.
         paused_adapters: adapters with their optimizer state sleep too, instead of staying on the GPU.
         longest_sample_tokens: tokens of the longest sample, when longer than prompt plus response.
     """
 
     pinned_copies: int = 0
     keeps_engine_copy: bool = True
+    rebuilds_weights: bool = False
     paused_adapters: bool = True
     longest_sample_tokens: int | None = None
 
@@ -137,11 +139,11 @@ class _Sides:
     def paused(self) -> int:
         """Trainer bytes that go to host or disk: all weights under LoRA, the optimizer state in full training.
 
-        In full training Miles' parameters come back from its pinned copy instead (`pinned_copies`).
+        In full training Miles' parameters come back from its pinned copy instead (`pinned_copies`), or from the optimizer.
         """
         if self.spec.lora is None:
-            pinned = self.traits.pinned_copies > 0
-            return self.optimizer_on_device + (0 if pinned else self.most_weights)
+            returns = self.traits.pinned_copies > 0 or self.traits.rebuilds_weights
+            return self.optimizer_on_device + (0 if returns else self.most_weights)
         return self.most_weights + (self.trainer.trained if self.traits.paused_adapters else 0)
 
     def trainer_awake(self) -> dict[str, int]:
@@ -149,13 +151,19 @@ class _Sides:
             "trainer_weights": self.trainer.weights,
             "adapters_and_gradients": self.trainer.trained,
             "optimizer": self.optimizer_on_device,
+            **self.bucket(),
         }
+
+    def bucket(self) -> dict[str, int]:
+        """Return what streamed optimizer state keeps in memory all the time."""
+        return {"optimizer_bucket": min(self.spec.offload.optimizer_bucket, self.trainer.streamed)}
 
     def trainer_asleep(self) -> dict[str, int]:
         if self.spec.offload.train == "none":
             return self.trainer_awake()
         stays = self.spec.lora is not None and not self.traits.paused_adapters
-        return {"adapters_and_gradients": self.trainer.trained} if stays else {}
+        adapters = {"adapters_and_gradients": self.trainer.trained} if stays else {}
+        return {**adapters, **self.bucket()}
 
     def working_set(self) -> dict[str, int]:
         return {"activations": self.trainer.activations, "logits": self.trainer.logits}
@@ -194,8 +202,7 @@ def plan_memory(spec: JobSpec, traits: EngineTraits) -> MemoryPlan:
         host = _host_parts(sides, name) if on_gpu else _cpu_host_parts(sides, device)
         if name == "load" or not spec.offload.drop_page_cache:
             host["page_cache"] = _page_cache(sides, limits, sum(host.values()))
-        scratch = {"trainer": sides.paused * ranks_per_node(spec)} if _to_disk(spec) else {}
-        phases.append(_phase(name, host, device if on_gpu else {}, scratch))
+        phases.append(_phase(name, host, device if on_gpu else {}, _scratch_parts(sides)))
     host_limit = limits.host_bytes_per_node
     return MemoryPlan(
         limits=limits,
@@ -234,13 +241,28 @@ def _to_disk(spec: JobSpec) -> bool:
     return spec.offload.train == "disk"
 
 
+def _scratch_parts(sides: _Sides) -> dict[str, int]:
+    """Return what is on a node's scratch disk; of streamed optimizer state, what is and what a step writes."""
+    spec, ranks = sides.spec, ranks_per_node(sides.spec)
+    trainer = {"trainer": ranks * sides.paused} if _to_disk(spec) else {}
+    return {**trainer, "optimizer": ranks * 2 * sides.trainer.streamed}
+
+
+def _staging_bytes(spec: JobSpec) -> int:
+    """Return the staging memory of one node's ranks: two chunks for the offload, two for streamed optimizer state."""
+    users = _to_disk(spec) + spec.offload.stream_optimizer
+    return ranks_per_node(spec) * users * 2 * spec.offload.chunk
+
+
 def _limits(spec: JobSpec) -> Limits:
     cluster = spec.cluster
     given = [size for size in (cluster.node_memory, cluster.memory_per_node) if size is not None]
     return Limits(
         host_bytes_per_node=min(given, default=None),
         gpu_bytes_per_gpu=cluster.gpu_memory if cluster.device == "gpu" else None,
-        scratch_bytes_per_node=spec.offload.scratch_min_free if _to_disk(spec) else None,
+        scratch_bytes_per_node=spec.offload.scratch_min_free
+        if _to_disk(spec) or spec.offload.stream_optimizer
+        else None,
     )
 
 
@@ -280,8 +302,7 @@ def _host_parts(sides: _Sides, name: PhaseName) -> dict[str, int]:
     }
     if spec.train.optimizer_cpu_offload:
         parts["optimizer"] = ranks * sides.trainer.optimizer
-    if _to_disk(spec):
-        parts["staging"] = ranks * 2 * spec.offload.chunk
+    parts["staging"] = _staging_bytes(spec)
     trainer = {"trainer_backup": ranks * sides.paused} if spec.offload.train == "host" else {}
     keeps = sides.traits.keeps_engine_copy and spec.offload.rollout == "host"
     engine = {"engine_backup": ranks * sides.engine.weights} if keeps else {}
@@ -304,9 +325,11 @@ def _residual(ranks: int, weights: int) -> int:
 
 
 def _saved_bytes(sides: _Sides) -> int:
-    """Return what one rank copies to host memory to write its part of a checkpoint."""
+    """Return what one rank copies to host memory to write its part of a checkpoint; what is there already needs no copy."""
     if sides.spec.lora is not None:
         return sides.trainer.trained
+    if sides.spec.train.optimizer_cpu_offload:
+        return 0
     return sides.trainer.optimizer
 
 
@@ -323,8 +346,7 @@ def _cpu_host_parts(sides: _Sides, device: dict[str, int]) -> dict[str, int]:
     parts = {part: ranks * count for part, count in held.items()}
     parts["processes"] = ranks * CPU_RANK_BYTES + CPU_NODE_BYTES
     parts["object_store"] = OBJECT_STORE_BYTES["cpu"]
-    if _to_disk(spec):
-        parts["staging"] = ranks * 2 * spec.offload.chunk
+    parts["staging"] = _staging_bytes(spec)
     return parts
 
 

@@ -50,8 +50,8 @@ SCRATCH = Rule(
     id="MH304",
     title="scratch space is asked for",
     reason="Preflight checks that offload.scratch_min_free is free on every node before anything starts; asked for less"
-    " than is written, the disk fills at the first offload instead.",
-    arithmetic=f"scratch_min_free >= {SCRATCH_MARGIN} * paused bytes of a rank * ranks_per_node",
+    " than is written, the disk fills at the first offload instead. Streamed optimizer state takes its size twice.",
+    arithmetic=f"scratch_min_free >= {SCRATCH_MARGIN} * (paused + 2 * streamed bytes of a rank) * ranks_per_node",
     source="docs/memory.md",
 )
 PARAMETERS = Rule(

@@ -58,6 +58,20 @@ def written(*keys: str) -> Condition:
     )
 
 
+def is_on(key: str) -> Condition:
+    """Return: the switch `key` is true."""
+    return Condition((key,), f"{key} = true", lambda settings: settings.value(key) is True)
+
+
+def any_of(*conditions: Condition) -> Condition:
+    """Return: one of `conditions` holds."""
+    return Condition(
+        tuple(key for condition in conditions for key in condition.keys),
+        " or ".join(condition.words for condition in conditions),
+        lambda settings: any(condition.holds(settings) for condition in conditions),
+    )
+
+
 def all_of(*conditions: Condition) -> Condition:
     """Return: all of `conditions` hold."""
     return Condition(

@@ -7,7 +7,16 @@ and no flag of an engine; what needs arithmetic is `plan`'s.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from miles_hpc.spec.conditions import Condition, above_one, all_of, equals, other_than, written
+from miles_hpc.spec.conditions import (
+    Condition,
+    above_one,
+    all_of,
+    any_of,
+    equals,
+    is_on,
+    other_than,
+    written,
+)
 from miles_hpc.spec.effect_rules import (
     AXIS_KEYS,
     DATA_KEYS,
@@ -69,6 +78,7 @@ _SGLANG, _TRANSFORMERS = (
 _TASKS, _FILE = equals("data.source", "reasoning_gym"), equals("data.source", "jsonl")
 _CHECKPOINT = equals("model.weights", "checkpoint")
 _PACKAGE_GGUF = equals("model.weights", "package_gguf")
+_STREAMED = is_on("offload.stream_optimizer")
 _LATENT_FAMILY = equals("model.family", "glm_dsa")
 _EXPERT_FAMILY = equals("model.family", "qwen3_moe", "qwen3_5_moe", "glm_dsa")
 _EXPERTS = ("model.num_experts", "model.experts_per_token", "model.moe_ffn_hidden_size")
@@ -173,7 +183,13 @@ EFFECTS: Sequence[Effect] = (
     ),
     Effect(AXIS_KEYS, above_one("parallel.tp"), ("parallel.sequence_parallel",)),
     Effect(RESUME_KEYS, equals("job.resume", "auto"), ("job.max_attempts",), neutral=(1,)),
-    Effect(OFFLOAD_KEYS, equals("offload.train", "disk"), ("offload.chunk",)),
+    Effect(
+        OFFLOAD_KEYS,
+        any_of(equals("offload.train", "disk"), _STREAMED),
+        ("offload.chunk",),
+    ),
+    Effect(OFFLOAD_KEYS, _NATIVE, ("offload.stream_optimizer",)),
+    Effect(OFFLOAD_KEYS, _STREAMED, ("offload.optimizer_bucket",), neutral=("256MiB",)),
     Effect(
         OFFLOAD_KEYS,
         all_of(_GPU, equals("offload.train", "host", "disk"), equals("offload.rollout", "host")),

@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from miles_hpc.trainer.offload import NoShelf, Shelf, make_shelf, resident_bytes
     from miles_hpc.trainer.pieces import gather_whole
     from miles_hpc.trainer.policy import Policy
+    from miles_hpc.trainer.streamed_state import StreamedState
     from miles_hpc.trainer.weights import load_base
 
 
@@ -54,6 +55,7 @@ class TrainActor:
         self._grid: Grid | None = None
         self._policy: Policy | None = None
         self._shelf: Shelf | None = None
+        self._streamed: StreamedState | None = None
         self._step = 0
 
     def start(self, rendezvous_address: str, rendezvous_port: int) -> None:
@@ -85,7 +87,9 @@ class TrainActor:
         base_bytes = load_base(model, self.spec.model, self.grid, self.model_dir)
         add_lora(model, self.spec, self.grid)
         model.train()
-        self._policy = Policy(model, self.spec, self.grid)
+        if self.spec.offload.stream_optimizer:
+            self._streamed = StreamedState(model, self.spec, self.grid, os.environ)
+        self._policy = Policy(model, self.spec, self.grid, self._streamed)
         parameters = list(model.parameters())
         return {
             "params": sum(p.numel() for p in parameters),
@@ -143,7 +147,7 @@ class TrainActor:
         return tensors
 
     def offload(self) -> dict[str, float | int | str]:
-        """Move weights, gradients and optimizer state out of memory, as `offload.train` says."""
+        """Move weights, gradients and optimizer state out of memory, as `offload.train` says; streamed state is out already."""
         if self._shelf is None:
             self._shelf = make_shelf(self.spec.offload, self.grid.device, self.rank, os.environ)
         return dataclasses.asdict(self._shelf.offload(self._all_tensors()))
@@ -159,19 +163,27 @@ class TrainActor:
         state: dict[str, object] = {
             "step": step,
             "adapter": [parameter.detach() for parameter in policy.trainable()],
-            "optimizer": policy.optimizer.state_dict(),
+            "optimizer": None if self._streamed else policy.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
         }
         whole = self._whole_adapter()
         save_checkpoint(
-            Path(folder), state, whole if self.rank == 0 else None, self.spec, self.grid
+            Path(folder),
+            state,
+            whole if self.rank == 0 else None,
+            self.spec,
+            self.grid,
+            write_more=self._streamed.save if self._streamed else None,
         )
 
     def restore(self, folder: str) -> int:
         """Continue from a checkpoint; returns the step it was written after."""
         state = load_checkpoint(Path(folder), self.spec, self.grid)
+        if self._streamed:
+            self._streamed.load(Path(folder))
+        else:
+            self.policy.optimizer.load_state_dict(state["optimizer"])
         copy_parameters(state["adapter"], self.policy.trainable())
-        self.policy.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
         self._step = int(state["step"])
         return self._step
@@ -183,7 +195,9 @@ class TrainActor:
         return {**dataclasses.asdict(proof), "holds": proof.holds}
 
     def close(self) -> None:
-        """Remove the offload file and leave the process group."""
+        """Remove the files on scratch disk and leave the process group."""
+        if self._streamed is not None:
+            self._streamed.close()
         if self._shelf is not None:
             self._shelf.close()
         stop_grid()

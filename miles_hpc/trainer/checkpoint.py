@@ -22,9 +22,11 @@ from torch import Tensor
 
 from miles_hpc.errors import DriverError, ResumeError
 from miles_hpc.spec.job import JobSpec
+from miles_hpc.trainer.disk_file import DiskOffloadError
 from miles_hpc.trainer.grid import Grid
 
 LAYOUT, ADAPTER = "layout.json", "adapter_model.safetensors"
+_STREAMED = "offload.stream_optimizer"
 
 
 def layout_of(spec: JobSpec) -> dict[str, object]:
@@ -41,6 +43,7 @@ def layout_of(spec: JobSpec) -> dict[str, object]:
         "last_stage_layers": parallel.last_stage_layers,
         "lora_rank": lora.rank,
         "target_modules": sorted(lora.target_modules),
+        _STREAMED: spec.offload.stream_optimizer,
     }
 
 
@@ -70,6 +73,8 @@ def _attempt(action: Callable[[], None], folder: Path) -> str | None:
         action()
     except OSError as error:
         return f"{folder}: {error}; expected a writable folder with space. Check the run folder's disk."
+    except DiskOffloadError as error:
+        return str(error)
     return None
 
 
@@ -79,6 +84,8 @@ def save_checkpoint(
     adapter: dict[str, Tensor] | None,
     spec: JobSpec,
     grid: Grid,
+    *,
+    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Write `folder` together with all ranks; it has its name only when every file is on disk.
 
@@ -88,6 +95,7 @@ def save_checkpoint(
         adapter: the whole adapter under its PEFT names, on rank 0.
         spec: gives the layout that a restore will demand.
         grid: the ranks that write together.
+        write_more: writes this rank's own files, to the device, into the folder it is given.
 
     Raises:
         DriverError: on every rank, if any rank could not write; `folder` does not exist then.
@@ -103,6 +111,8 @@ def save_checkpoint(
         if grid.dp_rank == 0:
             torch.save(state, _rank_file(unfinished, grid))
             _sync(_rank_file(unfinished, grid))
+        if write_more is not None:
+            write_more(unfinished)
         if adapter is not None:
             save_file(adapter, str(unfinished / ADAPTER), metadata={"format": "pt"})
             _sync(unfinished / ADAPTER)
@@ -139,7 +149,8 @@ def load_checkpoint(folder: Path, spec: JobSpec, grid: Grid) -> dict[str, Any]:
         ResumeError: if the checkpoint is missing, unreadable, or was written for another model or layout.
     """
     try:
-        saved = json.loads((folder / LAYOUT).read_text(encoding="utf-8"))
+        # A checkpoint written before the key existed holds an optimizer state that was not streamed.
+        saved = {_STREAMED: False} | json.loads((folder / LAYOUT).read_text(encoding="utf-8"))
         differences = [
             f"{key} = {saved.get(key)!r}, now {value!r}"
             for key, value in layout_of(spec).items()

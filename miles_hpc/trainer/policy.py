@@ -27,6 +27,7 @@ from miles_hpc.trainer.loss import LossInputs, batch_weight, grpo_loss, token_we
 from miles_hpc.trainer.model import PolicyModel
 from miles_hpc.trainer.packing import MicroBatch, TokenPair, pack, split_micro_batches, unpack
 from miles_hpc.trainer.samples import TrainSample
+from miles_hpc.trainer.streamed_state import StreamedState
 
 Logprobs = dict[int, tuple[float, ...]]
 # What megatron's schedule calls for each micro-batch: the stage's output, and what the last stage makes of it.
@@ -58,8 +59,11 @@ class UpdateReport:
 class Policy:
     """One rank's share of the policy; every method is collective over all ranks with the same arguments."""
 
-    def __init__(self, model: PolicyModel, spec: JobSpec, grid: Grid) -> None:
-        self.model, self.spec, self.grid = model, spec, grid
+    def __init__(
+        self, model: PolicyModel, spec: JobSpec, grid: Grid, streamed: StreamedState | None = None
+    ) -> None:
+        """Wrap `model`; with `streamed`, megatron's optimizer gives the norm alone and never has state of its own."""
+        self.model, self.spec, self.grid, self.streamed = model, spec, grid, streamed
         train = spec.train
         self.ddp = DistributedDataParallel(
             config=model.config,
@@ -246,7 +250,10 @@ class Policy:
                 for parameter in self.optimizer.get_parameters():
                     if parameter.grad is not None:
                         parameter.grad.mul_(scale)
-            self.optimizer.step_with_ready_grads()
+            if self.streamed is None:
+                self.optimizer.step_with_ready_grads()
+            else:
+                self.streamed.step()
         return norm
 
     def _report(self, sums: list[Tensor], grad_norm: float) -> UpdateReport | None:

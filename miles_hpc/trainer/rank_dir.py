@@ -1,6 +1,6 @@
 """The folder of one rank on a node's scratch disk: made, held and removed by the process that uses it.
 
-`<scratch>/offload/attempt-N/rank-R`, where scratch is already the job's own. A lock file inside is held (flock) for as
+`<scratch>/offload/attempt-N/rank-R`, or `rank-R-PURPOSE` for a second one of the same rank, where scratch is already the job's own. A lock file inside is held (flock) for as
 long as the process lives, so the kernel itself says who is dead, also after SIGKILL and across containers; pids are never
 consulted. Knows nothing of what is kept in the folder.
 """
@@ -30,15 +30,23 @@ class RankDir:
         attempt: attempt of the run, from 1.
         rank: global rank.
         allow_memory: accept a memory or network file system.
+        purpose: tells this folder from another one of the same rank.
 
     Raises:
         DiskOffloadError: if the folder cannot be made, is another live process's, or is not on a local disk.
     """
 
     def __init__(
-        self, scratch: Path, *, attempt: int, rank: int, allow_memory: bool = False
+        self,
+        scratch: Path,
+        *,
+        attempt: int,
+        rank: int,
+        allow_memory: bool = False,
+        purpose: str = "",
     ) -> None:
-        self.path = scratch / "offload" / f"attempt-{attempt}" / f"rank-{rank}"
+        name = f"rank-{rank}-{purpose}" if purpose else f"rank-{rank}"
+        self.path = scratch / "offload" / f"attempt-{attempt}" / name
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not allow_memory:
@@ -54,7 +62,9 @@ class RankDir:
         self._remove()
 
 
-def rank_dir_from_environ(environ: Mapping[str, str], rank: int, *, allow_memory: bool) -> RankDir:
+def rank_dir_from_environ(
+    environ: Mapping[str, str], rank: int, *, allow_memory: bool, purpose: str = ""
+) -> RankDir:
     """Return the folder of `rank` below `MILES_HPC_SCRATCH`, scoped by the attempt that `MILES_HPC_ATTEMPT_DIR` names."""
     scratch = environ.get("MILES_HPC_SCRATCH", "")
     attempt = Path(environ.get("MILES_HPC_ATTEMPT_DIR", "")).name
@@ -63,7 +73,13 @@ def rank_dir_from_environ(environ: Mapping[str, str], rank: int, *, allow_memory
             f"rank {rank}: found MILES_HPC_SCRATCH={scratch!r} and an attempt named {attempt!r}; expected the job's "
             "scratch folder and attempts/N. Start the rank through the node agent, or offload to host memory."
         )
-    return RankDir(Path(scratch), attempt=int(attempt), rank=rank, allow_memory=allow_memory)
+    return RankDir(
+        Path(scratch),
+        attempt=int(attempt),
+        rank=rank,
+        allow_memory=allow_memory,
+        purpose=purpose,
+    )
 
 
 def require_local_disk(folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 A bucket is a run of elements, cut wherever it is full, so that the memory it takes does not depend on the largest
 parameter. For a model whose optimizer state (12 bytes a parameter) fits nowhere else; the price is reading and writing all
-of it each step. Knows no model and no process group; a checkpoint is for the same topology only, and says so.
+of it each step. The file has room for two states: a step reads one and writes the other, so that one that fails is taken
+back. Knows no model and no process group; a checkpoint is for the same topology only, and says so.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from miles_hpc.errors import ResumeError
 from miles_hpc.trainer.disk_file import DiskFile, DiskOffloadError, IoMode
-from miles_hpc.trainer.disk_layout import Piece, StreamLayout, round_up
+from miles_hpc.trainer.disk_layout import ALIGNMENT_BYTES, Piece, StreamLayout, round_up
 from miles_hpc.trainer.disk_offload import as_bytes
 from miles_hpc.trainer.disk_staging import Slot, Staging, read_spans, run_workers, write_spans
 
@@ -54,7 +56,7 @@ class StreamedAdam:
     Args:
         parameters: (name, parameter) in an order that is the same in every run; contiguous, on `device`.
         path: this rank's state file, made here and removed by `close`.
-        bucket_bytes: memory of one bucket (weights and moments together).
+        bucket_bytes: memory of one bucket (weights and moments together); less when the whole state is smaller.
         chunk_bytes: host staging takes two of them.
     """
 
@@ -80,25 +82,32 @@ class StreamedAdam:
                     f"streamed optimizer: parameter {name} with strides {parameter.stride()} is not contiguous; expected "
                     "contiguous parameters. Make it contiguous before the optimizer is built."
                 )
-        part_bytes = max(bucket_bytes // _PARTS // 4096, 1) * 4096
         numels = [parameter.numel() * _FP32_BYTES for parameter in self._parameters]
+        part_bytes = max(bucket_bytes // _PARTS // ALIGNMENT_BYTES, 1) * ALIGNMENT_BYTES
+        part_bytes = min(part_bytes, max(round_up(sum(numels)), ALIGNMENT_BYTES))
         self._buckets = StreamLayout.of(numels, part_bytes)
-        self._written = [False] * self._buckets.num_blocks
+        self._started = False
+        self._side = 0  # which of the two states in the file is the current one
         self._staging = Staging(chunk_bytes, device)
         self._resident = torch.zeros(
             _PARTS * part_bytes // _FP32_BYTES, dtype=torch.float32, device=device
         )
         self._file = DiskFile(path, mode=mode)
         try:
-            self._file.preallocate(self.state_bytes)
+            self._file.preallocate(self.file_bytes)
         except DiskOffloadError:
             self.close()
             raise
 
     @property
     def state_bytes(self) -> int:
-        """Size of the state file."""
+        """Size of one state on disk."""
         return round_up(_PARTS * self._buckets.block_bytes) * self._buckets.num_blocks
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file: the state as it is, and the one that a step writes."""
+        return 2 * self.state_bytes
 
     @property
     def bucket_bytes(self) -> int:
@@ -115,22 +124,27 @@ class StreamedAdam:
         """Update every parameter that has a gradient.
 
         Raises:
-            DiskOffloadError: the state is then partly updated; continue from a checkpoint.
+            DiskOffloadError: weights and state are then as they were before the step.
         """
         started = time.perf_counter()
         gradients = [_gradient(parameter) for parameter in self._parameters]
-        read = written = 0
-        for bucket in range(self._buckets.num_blocks):
-            if self._written[bucket]:
-                read += self._read(bucket)
-            else:
-                self._start(bucket)
-            pieces = [
-                piece for piece in self._buckets.pieces(bucket) if gradients[piece.span] is not None
-            ]
-            self._update(bucket, pieces, gradients)
-            written += self._write(bucket)
-        self._file.finish_writes()
+        read = written = changed = 0
+        try:
+            for bucket in range(self._buckets.num_blocks):
+                if self._started:
+                    read += self._read(bucket, self._side)
+                else:
+                    self._start(bucket)
+                    # What a failure later in this step takes the weights back from.
+                    written += self._write(bucket, self._side)
+                changed = bucket + 1
+                self._update(bucket, gradients)
+                written += self._write(bucket, 1 - self._side)
+            self._file.finish_writes()
+        except DiskOffloadError as error:
+            self._take_back(changed, error)
+            raise
+        self._started, self._side = True, 1 - self._side
         self._steps = [
             steps + (gradient is not None)
             for steps, gradient in zip(self._steps, gradients, strict=True)
@@ -150,10 +164,28 @@ class StreamedAdam:
         for piece in self._buckets.pieces(bucket):
             parts[0, _place(piece)].copy_(self._parameters[piece.span].view(-1)[_source(piece)])
 
-    def _update(
-        self, bucket: int, pieces: Sequence[Piece], gradients: Sequence[Tensor | None]
-    ) -> None:
+    def _take_back(self, num_buckets: int, failure: DiskOffloadError) -> None:
+        """Give the parameters of the first buckets the weights of the current state again."""
+        try:
+            for bucket in range(num_buckets):
+                self._read(bucket, self._side)
+                self._publish(bucket, list(self._buckets.pieces(bucket)))
+        except DiskOffloadError as error:
+            raise DiskOffloadError(
+                f"{failure} Taking the step back failed too, so the weights are partly updated: continue from the last "
+                f"checkpoint. ({error})"
+            ) from failure
+
+    def _publish(self, bucket: int, pieces: Sequence[Piece]) -> None:
+        main = self._parts(bucket)[0]
+        for piece in pieces:
+            self._parameters[piece.span].view(-1)[_source(piece)].copy_(main[_place(piece)])
+
+    def _update(self, bucket: int, gradients: Sequence[Tensor | None]) -> None:
         parts = self._parts(bucket)
+        pieces = [
+            piece for piece in self._buckets.pieces(bucket) if gradients[piece.span] is not None
+        ]
         cut = [_place(piece) for piece in pieces]
         adamw(
             [parts[0, place] for place in cut],
@@ -171,24 +203,23 @@ class StreamedAdam:
             eps=self.settings.eps,
             maximize=False,
         )
-        for piece, place in zip(pieces, cut, strict=True):
-            self._parameters[piece.span].view(-1)[_source(piece)].copy_(parts[0, place])
+        self._publish(bucket, pieces)
 
-    def _stream(self, bucket: int) -> tuple[list[Tensor], StreamLayout, int]:
+    def _stream(self, bucket: int, side: int) -> tuple[list[Tensor], StreamLayout, int]:
         num_bytes = _PARTS * self._buckets.payload_bytes(bucket)
         flat = as_bytes(self._resident.untyped_storage())[:num_bytes]
         layout = StreamLayout.of([num_bytes], self._staging.block_bytes)
-        return [flat], layout, bucket * round_up(_PARTS * self._buckets.block_bytes)
+        start = side * self.state_bytes
+        return [flat], layout, start + bucket * round_up(_PARTS * self._buckets.block_bytes)
 
-    def _read(self, bucket: int) -> int:
-        spans, layout, at = self._stream(bucket)
+    def _read(self, bucket: int, side: int) -> int:
+        spans, layout, at = self._stream(bucket, side)
         read_spans(spans, layout, self._file, self._staging, at=at)
         return layout.total_bytes
 
-    def _write(self, bucket: int) -> int:
-        spans, layout, at = self._stream(bucket)
+    def _write(self, bucket: int, side: int) -> int:
+        spans, layout, at = self._stream(bucket, side)
         write_spans(spans, layout, self._file, self._staging, at=at)
-        self._written[bucket] = True
         return layout.total_bytes
 
     def save(self, folder: Path, *, rank: int, topology: Mapping[str, int]) -> int:
@@ -199,7 +230,7 @@ class StreamedAdam:
         copy = DiskFile(_state_path(folder, rank), mode="buffered")
         try:
             copy.preallocate(self.state_bytes)
-            self._copy(self._file, copy)
+            self._copy(self._file, copy, source_at=self._side * self.state_bytes)
             copy.finish_writes()
         except DiskOffloadError:
             copy.close()
@@ -207,9 +238,12 @@ class StreamedAdam:
         copy.close(keep=True)
         manifest = self._manifest(rank, topology) | {
             "steps": self._steps,
-            "written": self._written,
+            "started": self._started,
         }
-        _manifest_path(folder, rank).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
+        with _manifest_path(folder, rank).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(manifest) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         return self.state_bytes
 
     def load(self, folder: Path, *, rank: int, topology: Mapping[str, int]) -> None:
@@ -221,7 +255,7 @@ class StreamedAdam:
         path = _manifest_path(folder, rank)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            steps, written = list(found.pop("steps")), list(found.pop("written"))
+            steps, started = list(found.pop("steps")), bool(found.pop("started"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ResumeError(
                 f"{path}: {error}; expected the optimizer state of rank {rank}. Continue from another checkpoint."
@@ -230,8 +264,8 @@ class StreamedAdam:
             if found.get(key) != expected:
                 raise ResumeError(
                     f"{path}: {key} was {_short(found.get(key))} when saved, expected {_short(expected)} now. Streamed "
-                    "optimizer state continues on the same topology and model only: restore [parallel] and "
-                    "[cluster], or start a new run from the weights."
+                    "optimizer state continues on the same topology and model and with the same buckets only: restore "
+                    "[parallel], [cluster] and offload.optimizer_bucket, or start a new run from the weights."
                 )
         copy = DiskFile.of_existing(_state_path(folder, rank))
         try:
@@ -240,31 +274,32 @@ class StreamedAdam:
                     f"{copy.path}: found {copy.num_bytes} bytes, expected {self.state_bytes}. Continue from another "
                     "checkpoint."
                 )
-            self._copy(copy, self._file)
+            self._copy(copy, self._file, source_at=0)
             copy.finish_reads()
             self._file.finish_writes()
         finally:
             copy.close(keep=True)
-        self._steps, self._written = steps, written
+        self._steps, self._started, self._side = steps, started, 0
 
     def _manifest(self, rank: int, topology: Mapping[str, int]) -> dict[str, object]:
         return {
             "format": _FORMAT,
             "rank": rank,
             "topology": dict(topology),
-            "bucket_bytes": self.bucket_bytes,
             "parameters": [
                 [name, list(parameter.shape)]
                 for name, parameter in zip(self._names, self._parameters, strict=True)
             ],
+            "bucket_bytes": self.bucket_bytes,
         }
 
-    def _copy(self, source: DiskFile, target: DiskFile) -> None:
+    def _copy(self, source: DiskFile, target: DiskFile, *, source_at: int) -> None:
+        """Copy one state to the start of `target`."""
         layout = StreamLayout.of([self.state_bytes], self._staging.block_bytes)
 
         def carry(slot: Slot, block: int) -> None:
             memory = slot.memory(layout.payload_bytes(block))
-            source.read_block(memory, block * layout.block_bytes)
+            source.read_block(memory, source_at + block * layout.block_bytes)
             target.write_block(memory, block * layout.block_bytes)
 
         run_workers(carry, layout.num_blocks, self._staging)

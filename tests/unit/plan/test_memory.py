@@ -18,7 +18,7 @@ from miles_hpc.plan.footprint import (
     trainer_footprints,
 )
 from miles_hpc.plan.memory import PHASES
-from miles_hpc.plan.shape import count_stages
+from miles_hpc.plan.shape import count_adapters, count_stages
 from tests.unit.plan.specs import GLM52, NATIVE, QWEN38, spec_of
 
 GB, GIB = 1e9, 2**30
@@ -287,3 +287,35 @@ def test_on_cpu_both_sides_share_the_hosts_memory():
         assert {"host.trainer_weights", "host.engine_weights"} <= parts.keys()
     assert asleep_on_disk.phase("rollout").scratch_bytes_per_node > 0
     assert stays.phase("rollout").scratch_bytes_per_node == 0
+
+
+@pytest.mark.parametrize("train", ["none", "disk"])
+def test_streamed_optimizer_state_moves_from_the_gpu_to_scratch(train):
+    base = {**NATIVE, "lora": {"rank": 256, "alpha": 16.0}, "offload.train": train}
+    plain = memory_of(spec_of(base))
+    spec = spec_of(base, {"offload.stream_optimizer": True, "offload.optimizer_bucket": "64MiB"})
+    streamed = memory_of(spec)
+    ranks, chunk, bucket = 8, spec.offload.chunk, 64 * 2**20
+    state = 12 * count_adapters(spec)
+    assert state > 2 * bucket
+    before, after = plain.phase("train"), streamed.phase("train")
+    assert before.gpu_bytes_per_gpu - after.gpu_bytes_per_gpu == state - bucket
+    assert after.host_bytes_per_node - before.host_bytes_per_node == ranks * 2 * chunk
+    assert after.parts["scratch.optimizer"] == ranks * 2 * state
+    for phase in streamed.phases:
+        assert phase.parts["gpu.optimizer_bucket"] == bucket or phase.name == "handoff"
+    # What is asleep on scratch no longer holds the state.
+    trainer = [
+        memory.phase("rollout").parts.get("scratch.trainer", 0) for memory in (plain, streamed)
+    ]
+    assert trainer[0] - trainer[1] == (ranks * state if train == "disk" else 0)
+    assert streamed.limits.scratch_bytes_per_node == spec.offload.scratch_min_free
+
+
+def test_streamed_state_that_scratch_was_not_asked_for_is_refused():
+    base = {**NATIVE, "lora": {"rank": 256, "alpha": 16.0}, "offload.train": "none"}
+    small = spec_of(base, {"offload.stream_optimizer": True, "offload.scratch_min_free": "1GiB"})
+    assert "MH304" in {finding.id for finding in errors_of(find(small))}
+    assert "MH304" not in {
+        f.id for f in find(spec_of(base, {"offload.scratch_min_free": "1GiB"}))
+    }

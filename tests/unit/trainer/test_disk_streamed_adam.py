@@ -1,6 +1,10 @@
 """Streaming changes where the optimizer state lives and nothing of what it computes."""
 
+import errno
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -70,7 +74,8 @@ def test_losses_equal_torch_adamw(tmp_path, bucket_bytes):
         traffic = optimizer.step()
         optimizer.zero_grad()
         numel = sum(parameter.numel() for parameter in ours.parameters())
-        assert traffic.written_bytes == 12 * numel
+        # The first step also writes the state that it starts from.
+        assert traffic.written_bytes == 12 * numel * (2 if step == 0 else 1)
         assert traffic.read_bytes == (0 if step == 0 else 12 * numel)
         assert resident_bytes(tmp_path / "state") == 0
     for a, b in zip(weights(plain), weights(ours), strict=True):
@@ -144,6 +149,131 @@ def test_one_bucket_is_all_that_is_resident(tmp_path):
     assert optimizer.bucket_bytes == 3 * 4096
     assert optimizer.state_bytes > 8 * optimizer.bucket_bytes
     optimizer.close()
+
+
+def test_a_bucket_is_no_larger_than_the_state(tmp_path):
+    model = model_of()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = streamed(model, tmp_path / "s", bucket_bytes=1 << 40)
+    assert 12 * numel <= optimizer.bucket_bytes < 12 * numel + 3 * 4096
+    assert (tmp_path / "s").stat().st_size == optimizer.file_bytes < 2 * (12 * numel + 4 * 4096)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("failing_step", [0, 2])
+def test_a_disk_that_fills_in_the_step_changes_nothing(tmp_path, monkeypatch, failing_step):
+    plain, ours = model_of(torch.bfloat16), model_of(torch.bfloat16)
+    straight = streamed(plain, tmp_path / "plain")
+    optimizer = streamed(ours, tmp_path / "state")
+    really = os.pwritev
+    for step in range(4):
+        backward(plain, step)
+        straight.step()
+        straight.zero_grad()
+        backward(ours, step)
+        if step == failing_step:
+            before, offsets = weights(ours), []
+
+            def pwritev(fd, buffers, offset, offsets=offsets):
+                offsets.append(offset)
+                if len(offsets) > 5:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return really(fd, buffers, offset)
+
+            monkeypatch.setattr(os, "pwritev", pwritev)
+            with pytest.raises(DiskOffloadError) as failure:
+                optimizer.step()
+            monkeypatch.setattr(os, "pwritev", really)
+            assert same(before, weights(ours))
+            assert str(failure.value).startswith(f"{tmp_path / 'state'}: writing at byte ")
+            assert f"({optimizer.file_bytes} bytes)" in str(failure.value)
+            assert " free" in str(failure.value)
+        optimizer.step()
+        optimizer.zero_grad()
+        # Not a digit differs from a run whose disk never filled: the second try started from the same state.
+        assert same(weights(plain), weights(ours))
+    straight.close()
+    optimizer.close()
+
+
+def test_a_step_that_cannot_be_taken_back_says_so(tmp_path, monkeypatch):
+    model = model_of()
+    optimizer = streamed(model, tmp_path / "state")
+    backward(model, 0)
+    optimizer.step()
+
+    def broken(fd, buffers, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    really = os.pwritev
+    writes = []
+
+    def pwritev(fd, buffers, offset):
+        writes.append(offset)
+        if len(writes) > 3:
+            monkeypatch.setattr(os, "preadv", broken)
+            broken(fd, buffers, offset)
+        return really(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    with pytest.raises(
+        DiskOffloadError, match=r"partly updated: continue from the last checkpoint"
+    ):
+        optimizer.step()
+    monkeypatch.undo()
+    optimizer.close()
+
+
+MEMORY = """
+import json, os, sys, threading
+from pathlib import Path
+import torch
+from miles_hpc.trainer.streamed_adam import AdamSettings, StreamedAdam
+
+def rss():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+numel, bucket, chunk = (int(word) for word in sys.argv[2:])
+parameter = torch.nn.Parameter(torch.ones(numel))
+parameter.grad = torch.ones(numel)
+peak, done = [0], threading.Event()
+
+def watch():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], rss())
+
+base = rss()
+optimizer = StreamedAdam([("w", parameter)], AdamSettings(learning_rate=1e-3), path=Path(sys.argv[1]),
+                         device=torch.device("cpu"), bucket_bytes=bucket, chunk_bytes=chunk)
+watcher = threading.Thread(target=watch)
+watcher.start()
+for _ in range(2):
+    optimizer.step()
+done.set()
+watcher.join()
+print(json.dumps({"above": peak[0] - base, "state": optimizer.state_bytes}))
+optimizer.close()
+"""
+
+
+def test_host_memory_is_a_bucket_two_chunks_and_adams_temporaries(tmp_path):
+    mib = 1 << 20
+    bucket, chunk, numel = 24 * mib, 4 * mib, 24 * mib
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path / "f"), str(numel), str(bucket), str(chunk)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    # torch's AdamW makes a square root and a quotient of one third of the bucket each; the rest is threads' stacks, and
+    # code that the first use of an operator maps.
+    allowed = bucket + 2 * chunk + 2 * bucket // 3 + 32 * mib
+    assert seen["state"] >= 12 * numel > 3 * allowed
+    assert bucket < seen["above"] <= allowed
 
 
 def test_a_resumed_run_is_bit_equal(tmp_path):
