@@ -6,10 +6,11 @@ Pure: reads no file and no clock. Writing a plan into a run folder is `launch.bu
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from miles_hpc.engine import miles, native
+from miles_hpc.engine.miles_flag_rules import FLAG_RULE_CHECKS
+from miles_hpc.engine.miles_flags import FLAG_CHECKS
 from miles_hpc.errors import PlanError
 from miles_hpc.paths import RunDir
 from miles_hpc.plan.engine_sizes import ENGINE_SIZE_CHECKS
@@ -28,7 +29,7 @@ from miles_hpc.spec.rules import Rule
 
 ENGINE_CHECKS: Mapping[str, tuple[Check, ...]] = {
     "native": native.NATIVE_CHECKS,
-    "miles": miles.MILES_CHECKS,
+    "miles": (*miles.MILES_CHECKS, *FLAG_CHECKS, *FLAG_RULE_CHECKS),
 }
 
 
@@ -66,7 +67,7 @@ class Draft:
 
 def all_rules() -> tuple[Rule, ...]:
     """Return the rules of the spec, the planner and both engines, in order of their ids."""
-    checks = (*CHECKS, *native.NATIVE_CHECKS, *miles.MILES_CHECKS)
+    checks = (*CHECKS, *(check for engine in ENGINE_CHECKS.values() for check in engine))
     rules = (*SPEC_RULES, *MEMORY_RULES, *(check.rule for check in checks))
     return tuple(sorted(rules, key=lambda rule: rule.id))
 
@@ -91,7 +92,7 @@ def refuse_levels(spec: JobSpec, position: Callable[[str], str | None]) -> None:
         if rule is not None and not rule.has_fixed_level:
             continue
         label, _, line = (position(f"rules.{name}") or "spec").rpartition(":")
-        near = get_close_matches(name, rules, n=1)
+        near = min(rules, key=lambda other: abs(int(other[2:]) - int(name[2:])))
         faults.append(
             SpecFault(
                 label=label or "spec",
@@ -103,7 +104,7 @@ def refuse_levels(spec: JobSpec, position: Callable[[str], str | None]) -> None:
                 expected="the id of a rule"
                 if rule is None
                 else "a rule whose level can change; this one guards what cannot work",
-                fix=f"the nearest is {near[0]}" if rule is None and near else "remove it",
+                fix=f"the nearest is {near}" if rule is None else "remove it",
             )
         )
     if faults:

@@ -202,8 +202,9 @@ def _owned_names(spec: JobSpec) -> Iterator[Verdict]:
 
 
 def _trap_names(spec: JobSpec) -> Iterator[Verdict]:
-    for name, text in TRAPS.items():
-        if name in spec.env:
+    for name in spec.env:
+        text = TRAPS.get(name) or (LAUNCHER_TRAP if name.startswith(LAUNCHER_PREFIX) else None)
+        if text is not None:
             yield Verdict(
                 keys=(f"env.{name}",),
                 found=f"{name} in [env]",
@@ -216,8 +217,13 @@ TRAPS = {
     "MILES_TRAIN_MEMORY_FRACTION": "a variable that something reads; this one has no reader",
     "MILES_BACKEND": "a variable of this Miles; it raises an error on the removed one",
     "MILES_HOST_IP": "every node to find its own address; set for a whole job, each node would use the head's",
+    "SCRATCH": "offload.scratch_root, which is checked on every node; Miles would make a folder of the user below this one",
+    "DEPRECATED_MEGATRON_COMPATIBLE": "nothing of a removed compatibility mode",
     "NCCL_VERSION": "the version that the library reports; this variable is only a note that container images leave",
 }
+
+LAUNCHER_PREFIX = "MILES_SCRIPT_"
+LAUNCHER_TRAP = "no settings of Miles' launch scripts: the package starts train.py itself, which does not read them"
 
 ENVIRONMENT_CHECKS = (
     Check(

@@ -9,8 +9,10 @@ from miles_hpc.plan.findings import Check, Verdict
 from miles_hpc.plan.grid import ranks_per_node
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
+from miles_hpc.units import format_bytes
 
 MULTI_NODE_ENGINE_NCCL = (2, 30, 7)
+MEMORY_FOLDERS = ("/dev/shm", "/run", "/sys/fs")
 
 
 def threads_per_bundle(spec: JobSpec) -> int:
@@ -87,6 +89,51 @@ def _nvlink_domain(spec: JobSpec) -> Iterator[Verdict]:
         )
 
 
+def _scratch_disk(spec: JobSpec) -> Iterator[Verdict]:
+    offload = spec.offload
+    if offload.train != "disk" or spec.cluster.device == "cpu":
+        return
+    root = offload.scratch_root
+    memory = next((top for top in MEMORY_FOLDERS if root and root.is_relative_to(top)), None)
+    if memory is not None and not offload.allow_memory_scratch:
+        yield Verdict(
+            keys=("offload.scratch_root", "offload.train"),
+            found=f"scratch_root {root}, below {memory}, with {format_bytes(offload.scratch_min_free)} to write",
+            expected="a real disk of the node: there the sleeping trainer would go from host memory to host memory",
+            fix="Name a folder on the node's disk, or leave scratch_root to the site profile.",
+        )
+    if root is not None and root.is_relative_to(spec.job.run_root):
+        yield Verdict(
+            keys=("offload.scratch_root", "job.run_root"),
+            found=f"scratch_root {root} below job.run_root {spec.job.run_root}",
+            expected="a disk of the node; run_root is seen by every node, so that all of them would write"
+            f" {format_bytes(offload.scratch_min_free)} each to one file system at every step",
+            fix="Name a folder on the node's disk.",
+        )
+    if offload.allow_memory_scratch:
+        yield Verdict(
+            keys=("offload.allow_memory_scratch", "offload.train"),
+            found='allow_memory_scratch = true with train = "disk"',
+            expected="scratch on a disk: on tmpfs, in a container's overlay kept in memory or on a network file system the"
+            " memory is not freed or every step waits for the network",
+            fix="Remove allow_memory_scratch; preflight then refuses such a scratch on every node.",
+            level="warning",
+        )
+
+
+def _resumable(spec: JobSpec) -> Iterator[Verdict]:
+    interval, steps = spec.checkpoint.save_interval, spec.train.num_steps
+    attempts = spec.job.max_attempts
+    if spec.job.resume == "auto" and attempts > 1 and steps > 1 and (interval or steps) >= steps:
+        yield Verdict(
+            keys=("checkpoint.save_interval", "job.resume"),
+            found=f'save_interval = {interval or "(none)"} with num_steps({steps}), resume = "auto" and {attempts} attempts',
+            expected="a checkpoint before the last step; an attempt after a failure starts from step 0 otherwise",
+            fix=f"Set checkpoint.save_interval = {max(1, min(10, steps // 2))}.",
+            level="warning",
+        )
+
+
 RESOURCE_CHECKS = (
     Check(
         Rule(
@@ -133,5 +180,27 @@ RESOURCE_CHECKS = (
             source="sbatch manual, --segment; Narayanan et al. 2021, arXiv:2104.04473, section 5.4",
         ),
         _nvlink_domain,
+    ),
+    Check(
+        Rule(
+            id="MH265",
+            title="scratch on a disk of the node",
+            reason="Disk offload frees host memory only if the file system keeps its bytes on a disk. /dev/shm, /run and a tmpfs"
+            " are memory, an overlay may be, and a network file system carries every rank's weights twice a step. The plan"
+            " sees the path; preflight asks every node what it really is.",
+            source="radixark/miles docs (offload-train-disk-dir: not tmpfs); docs/how-to/offload-to-disk.md",
+        ),
+        _scratch_disk,
+    ),
+    Check(
+        Rule(
+            id="MH266",
+            title="a checkpoint to resume from",
+            reason="Without save_interval only the last step saves, and what the time limit does not announce (a lost node, a"
+            " failed rank) loses the run.",
+            arithmetic='save_interval < num_steps with resume = "auto" and max_attempts above 1 (warning)',
+            source="radixark/miles pull request 2488 scripts/run_qwen3_8.py (saves nothing); docs/how-to/run-a-job.md",
+        ),
+        _resumable,
     ),
 )
