@@ -1,6 +1,7 @@
 """The two figures of a plan as inline SVG: memory by phase, and ranks and engines on nodes.
 
-Text and rectangles only, no script and nothing from outside. Colours carry no meaning that a label does not say too.
+Text and rectangles only, no script and nothing from outside. Colours carry no meaning that a label does not say too; those
+of limits and alarms come from the page, whose ground may be dark.
 """
 
 from html import escape
@@ -52,14 +53,15 @@ def memory_figure(memory: MemoryPlan, place: str) -> str:
         body += _stack(phase, names, colour, top, full)
         body.append(_text(_LEFT + _width(size, full) + 6, top + 15, format_bytes(size)))
     bottom = 8 + len(sizes) * _ROW
-    marks = [("limit", limit, "#b00020")]
+    marks = [("limit", limit)]
     if place == "host":
-        marks.append(("alarm", memory.alarm_host_bytes_per_node, "#c06000"))
-    for index, (label, value, stroke) in enumerate(marks):
+        marks.append(("alarm", memory.alarm_host_bytes_per_node))
+    for index, (label, value) in enumerate(marks):
         if value is not None:
             x = _LEFT + _width(value, full)
             body.append(
-                f'<line x1="{x}" y1="2" x2="{x}" y2="{bottom}" stroke="{stroke}" stroke-dasharray="4 3"/>'
+                f'<line class="{label}" x1="{x}" y1="2" x2="{x}" y2="{bottom}" stroke="currentColor"'
+                ' stroke-dasharray="4 3"/>'
             )
             body.append(
                 _text(
@@ -67,7 +69,7 @@ def memory_figure(memory: MemoryPlan, place: str) -> str:
                     bottom + 14 + 14 * index,
                     f"{label} {format_bytes(value)}",
                     anchor="end",
-                    fill=stroke,
+                    kind=label,
                 )
             )
     legend = bottom + 44
@@ -145,8 +147,9 @@ def _width(count: int, full: int) -> int:
     return round(count * _BAR_WIDTH / full) if full else 0
 
 
-def _text(x: int, y: int, words: str, *, anchor: str = "start", fill: str = "currentColor") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{fill}">{escape(words)}</text>'
+def _text(x: int, y: int, words: str, *, anchor: str = "start", kind: str = "") -> str:
+    named = f' class="{kind}"' if kind else ""
+    return f'<text{named} x="{x}" y="{y}" text-anchor="{anchor}" fill="currentColor">{escape(words)}</text>'
 
 
 def _svg(width: int, height: int, body: list[str], label: str) -> str:

@@ -13,13 +13,26 @@ from miles_hpc.plan.placement import group_spans
 from miles_hpc.plan.plan import Plan
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #c8ced4; --error: #b00020; --warning: #a05a00 }
-body { font: 14px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em }
-h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid var(--line) }
-h3 { font-size: 1em } svg { max-width: 100%; height: auto; font-size: 12px }
-table { border-collapse: collapse } th, td { text-align: left; vertical-align: top; padding: 3px 12px 3px 0 }
-th { border-bottom: 1px solid var(--line) } td { overflow-wrap: anywhere } td:first-child { white-space: nowrap } code { font-size: 0.93em }
-pre { white-space: pre-wrap; overflow-wrap: anywhere } .error { color: var(--error) } .warning { color: var(--warning) }
+:root { color-scheme: light dark; --ground: #ffffff; --ink: #1c2024; --faint: #5b6670; --line: #d3d9de;
+  --error: #b00020; --warning: #8a4b00 }
+@media (prefers-color-scheme: dark) { :root { --ground: #14171a; --ink: #e4e8eb; --faint: #9aa5ae; --line: #3a4147;
+  --error: #ff8a94; --warning: #f0b060 } }
+html { background: var(--ground); color: var(--ink) }
+body { font: 14px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; overflow-wrap: anywhere }
+h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; padding-bottom: 4px; border-bottom: 1px solid var(--line) }
+h3 { font-size: 1em } li { margin: 4px 0 } .error { color: var(--error) } .warning { color: var(--warning) }
+.scroll { overflow-x: auto } svg { display: block; font-size: 12px } line.limit { stroke: var(--error) }
+text.limit { fill: var(--error) } line.alarm { stroke: var(--warning) } text.alarm { fill: var(--warning) }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px 16px; margin: 0 }
+dt { color: var(--faint); font-size: 0.9em } dd { margin: 0; font-size: 1.1em; font-variant-numeric: tabular-nums }
+table { border-collapse: collapse } th, td { text-align: left; vertical-align: top; padding: 4px 16px 4px 0 }
+th { border-bottom: 1px solid var(--line); color: var(--faint); font-weight: 600 } tbody tr + tr td { border-top: 1px solid var(--line) }
+.wide td:nth-child(1), .wide td:nth-child(2) { font-family: ui-monospace, monospace; font-size: 0.9em }
+.wide { table-layout: fixed; width: 100% } .wide th:nth-child(1) { width: 27% } .wide th:nth-child(2) { width: 18% }
+.wide th:nth-child(4) { width: 22% } .wide td:nth-child(4) { color: var(--faint) }
+pre { white-space: pre-wrap; overflow-wrap: anywhere }
+@media (max-width: 700px) { .wide, .wide tbody, .wide tr, .wide td { display: block; padding: 0 } .wide thead { display: none }
+  .wide tr { padding: 8px 0; border-top: 1px solid var(--line) } .wide tbody tr + tr td { border-top: 0 } }
 """
 _PLACES = (
     ("host", "Host memory of a node"),
@@ -46,14 +59,20 @@ def render_page(plan: Plan, would_fit: Sequence[str] = ()) -> str:
         "<h2>Memory by phase</h2>",
         *(_memory(plan, place, title) for place, title in _PLACES),
         "<h2>Nodes</h2>",
-        node_figure(plan.layout, plan.rollout),
+        _scroll(node_figure(plan.layout, plan.rollout)),
         "<h2>Layout</h2>",
-        _table(("key", "value"), [*asdict(plan.layout).items(), *asdict(plan.rollout).items()]),
+        _facts([*asdict(plan.layout).items(), *asdict(plan.rollout).items()]),
         "<h2>Communication groups</h2>",
         _table(
-            ("axis", "ranks in a group", "groups", "nodes of a group"),
+            ("axis", "ranks in a group", "groups", "nodes of a group", "crosses nodes"),
             [
-                (span.axis, span.size, span.num_groups, span.nodes_per_group)
+                (
+                    span.axis,
+                    span.size,
+                    span.num_groups,
+                    span.nodes_per_group,
+                    "yes" if span.crosses_nodes else "no",
+                )
                 for span in group_spans(plan.layout, plan.rollout)
                 if span.size > 1
             ],
@@ -62,12 +81,14 @@ def render_page(plan: Plan, would_fit: Sequence[str] = ()) -> str:
         _table(
             ("variable", "value", "why", "source"),
             [(v.name, v.value, v.why, v.source) for v in plan.environment],
+            kind="wide",
         ),
         "<h2>Driver</h2>",
         f"<pre>{escape(shlex.join(plan.driver_argv) or '(none in this version)')}</pre>",
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(plan.name)}: plan</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(sections)
         + "\n</body></html>\n"
@@ -76,7 +97,19 @@ def render_page(plan: Plan, would_fit: Sequence[str] = ()) -> str:
 
 def _memory(plan: Plan, place: str, title: str) -> str:
     figure = memory_figure(plan.memory, place)
-    return f"<h3>{title}</h3>{figure}" if figure else ""
+    return f"<h3>{title}</h3>{_scroll(figure)}" if figure else ""
+
+
+def _scroll(figure: str) -> str:
+    """Return the figure at its own size: a narrow window scrolls it, so that its words stay readable."""
+    return f'<div class="scroll" tabindex="0">{figure}</div>'
+
+
+def _facts(pairs: Iterable[tuple[str, object]]) -> str:
+    items = (
+        f"<div><dt>{escape(key)}</dt><dd>{escape(str(value))}</dd></div>" for key, value in pairs
+    )
+    return f"<dl>{''.join(items)}</dl>"
 
 
 def _findings(plan: Plan, would_fit: Sequence[str]) -> str:
@@ -90,9 +123,10 @@ def _findings(plan: Plan, would_fit: Sequence[str]) -> str:
     return f"<h2>Findings</h2><ul>{''.join(items)}</ul>" if items else ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]], *, kind: str = "") -> str:
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    named = f' class="{kind}"' if kind else ""
+    return f"<table{named}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

@@ -73,7 +73,7 @@ def test_the_page_tells_layout_environment_command_and_findings():
     plan = plan_of(CPU, {"rollout.max_response_tokens": 9000, "cluster.segment": 9})
     page = render_page(plan, ("set cluster.num_nodes = 9",))
     for text in (
-        "<td>world_size</td><td>2</td>",
+        "<dt>world_size</dt><dd>2</dd>",
         "OMP_NUM_THREADS",
         "/opt/python -m miles_hpc.trainer",
         "MH262",
