@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set everything up and run it: one command for a first run, one for the tests. Needs Python 3.11 or 3.12 and a way to
-# install Python packages; root is used (on Debian, for Slurm's own packages) where there is one, and never needed.
+# install Python packages; root is used (on Debian, for Slurm's and Chromium's own packages) where there is one, and never needed.
 #
 #   env/bootstrap.sh demo     the main job on this machine, without Slurm: jobs/demo.toml through the local cluster
 #   env/bootstrap.sh test     lint, types, import contracts and every test this machine can run
@@ -137,6 +137,26 @@ ensure_slurm() {
   fi
 }
 
+# --- a browser, for the tests of the plan's page ----------------------------------------------------------------------
+
+missing_for_browser() { have chromium || have chromium-browser || have google-chrome || printf 'chromium'; }
+
+ensure_browser() {
+  local missing
+  missing=$(missing_for_browser)
+  if [ -z "$missing" ]; then
+    say "Chromium is installed"
+  elif [ "$(id -u)" -ne 0 ] || ! have apt-get; then
+    say "not installed: $missing (this needs root on Debian; the browser group will not run)"
+  else
+    say "not installed: $missing; installing Debian's chromium and a font"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null
+    missing=$(missing_for_browser)
+    [ -z "$missing" ] || fail "after apt-get install chromium it is still not on PATH"
+  fi
+}
+
 # --- the test command -------------------------------------------------------------------------------------------------
 
 PASSED=()
@@ -185,6 +205,15 @@ run_tests() {
     FAILED+=("slurm: CI must be able to run it, and these are not installed: $missing")
   else
     not_run "slurm" "not installed: $missing. Debian: apt-get install --no-install-recommends slurm-wlm munge iproute2"
+  fi
+
+  missing=$(missing_for_browser)
+  if [ -z "$missing" ]; then
+    step "browser" "${pytest[@]}" tests/browser
+  elif [ -n "${CI:-}" ]; then
+    FAILED+=("browser: CI must be able to run it, and this is not installed: $missing")
+  else
+    not_run "browser" "not installed: $missing. Debian: apt-get install --no-install-recommends chromium fonts-dejavu-core"
   fi
 
   if ! has_tests tests/gpu; then
@@ -237,6 +266,7 @@ main() {
       section "set-up"
       ensure_venv login cpu torch test package
       ensure_slurm
+      ensure_browser
       run_tests
       report
       ;;

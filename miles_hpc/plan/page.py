@@ -25,13 +25,13 @@ h3 { font-size: 1em } li { margin: 4px 0 } .error { color: var(--error) } .warni
 text.limit { fill: var(--error) } line.alarm { stroke: var(--warning) } text.alarm { fill: var(--warning) }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px 16px; margin: 0 }
 dt { color: var(--faint); font-size: 0.9em } dd { margin: 0; font-size: 1.1em; font-variant-numeric: tabular-nums }
-table { border-collapse: collapse } th, td { text-align: left; vertical-align: top; padding: 4px 16px 4px 0 }
+ul { padding-left: 1.3em } table { border-collapse: collapse; overflow-wrap: normal } .wide td { overflow-wrap: anywhere } th, td { text-align: left; vertical-align: top; padding: 4px 16px 4px 0 }
 th { border-bottom: 1px solid var(--line); color: var(--faint); font-weight: 600 } tbody tr + tr td { border-top: 1px solid var(--line) }
 .wide td:nth-child(1), .wide td:nth-child(2) { font-family: ui-monospace, monospace; font-size: 0.9em }
 .wide { table-layout: fixed; width: 100% } .wide th:nth-child(1) { width: 27% } .wide th:nth-child(2) { width: 18% }
 .wide th:nth-child(4) { width: 22% } .wide td:nth-child(4) { color: var(--faint) }
 pre { white-space: pre-wrap; overflow-wrap: anywhere }
-@media (max-width: 700px) { .wide, .wide tbody, .wide tr, .wide td { display: block; padding: 0 } .wide thead { display: none }
+@media (max-width: 700px) { th, td { padding-right: 10px } .wide, .wide tbody, .wide tr, .wide td { display: block; padding: 0 } .wide thead { display: none }
   .wide tr { padding: 8px 0; border-top: 1px solid var(--line) } .wide tbody tr + tr td { border-top: 0 } }
 """
 _PLACES = (
