@@ -131,6 +131,13 @@ def test_private_memory_adds_up_and_shared_pages_count_once(tmp_path):
     assert host.source == "processes"
 
 
+def test_pinned_memory_of_each_process_adds_up(tmp_path):
+    write_process(tmp_path, 10, 1, RssAnon=1, RssFile=1, RssShmem=700)
+    write_process(tmp_path, 11, 10, RssAnon=1, RssFile=1, RssShmem=500)
+    assert sum_processes((10, 11), tmp_path, pins=True).shmem == 1200 * 1024
+    assert sum_processes((10, 11), tmp_path).shmem == 700 * 1024
+
+
 def test_this_process_is_measured():
     before = sum_processes((os.getpid(),))
     held = b"x" * (32 << 20)

@@ -111,7 +111,7 @@ def test_a_dear_source_is_read_as_seldom_as_its_share_allows():
     assert pace.is_due(100.0)
     pace.charge(100.0, cpu_s=0.0005)
     assert pace.is_due(101.0)
-    pace.charge(101.0, cpu_s=0.05)
+    pace.charge(101.0, cpu_s=50 * SCRATCH_SHARE)
     assert not pace.is_due(150.9)
     assert pace.is_due(151.1)
 
