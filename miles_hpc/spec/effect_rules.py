@@ -72,7 +72,8 @@ OFFLOAD_KEYS = Rule(
     id="MH111",
     title="keys of an offload that happens",
     reason="A chunk size belongs to scratch disk; a peak device to two sides that take turns; a copy of the frozen base to"
-    " LoRA over an engine that sleeps; streamed optimizer state to the native engine's own optimizer.",
+    " LoRA over an engine that sleeps; streamed optimizer state to the native engine's own optimizer; dropping the page"
+    " cache at an alarm to files that are dropped at all.",
     source=f"{_MILES} miles/utils/arguments.py:187-256 and 1764",
 )
 SLURM_KEYS = Rule(

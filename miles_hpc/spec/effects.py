@@ -256,6 +256,15 @@ REFUSALS: Sequence[Refusal] = (
         '"jsonl" with job.engine = "miles"',
     ),
     Refusal(
+        OFFLOAD_KEYS,
+        all_of(
+            equals("agent.on_memory_alarm", "drop_page_cache"),
+            other_than("offload.drop_page_cache", "true"),
+        ),
+        "agent.on_memory_alarm",
+        "offload.drop_page_cache = true, which chooses the files that are dropped",
+    ),
+    Refusal(
         NATIVE_LIMITS,
         all_of(_NATIVE, other_than("rollout.top_p", "1.0", "1")),
         "rollout.top_p",

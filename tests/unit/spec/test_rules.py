@@ -117,6 +117,7 @@ def test_keys_that_belong_together_are_all_or_none(
         ("native", ["train.micro_batch_size=1", "train.max_tokens_per_gpu=9"], "train.micro_batch_size", "MH108"),
         ("miles", ["rollout.engine=transformers"], "rollout.engine", "MH114"),
         ("native", ["cluster.device=gpu", "cluster.gpus_per_node=1"], "rollout.engine", "MH114"),
+        ("native", ["offload.drop_page_cache=false", "agent.on_memory_alarm=drop_page_cache"], "agent.on_memory_alarm", "MH111"),
         ("native", ["rollout.top_p=0.9"], "rollout.top_p", "MH113"),
         ("native", ["lora={rank = 1, alpha = 1, dropout = 0.1}"], "lora.dropout", "MH113"),
         ("native", ["data={source = 'jsonl', path = 'x'}"], "data.source", "MH107"),
