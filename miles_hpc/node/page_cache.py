@@ -188,6 +188,15 @@ def measured_drop(roots: Iterable[Path]) -> dict[str, int | float | str | None]:
     }
 
 
+def load_roots(context: NodeContext) -> tuple[Path, ...]:
+    """Return all that this attempt may have loaded: the handoff's folders, and what earlier attempts saved.
+
+    Empty where the handoff has none: then nothing is to be dropped.
+    """
+    roots = tuple(Path(root) for root in context.handoff.page_cache_roots)
+    return (*roots, context.run.checkpoints) if roots else ()
+
+
 @dataclass(slots=True)
 class PageCache:
     """Drops the page cache of the checkpoint files once, as soon as the driver has loaded them."""
@@ -202,7 +211,7 @@ class PageCache:
         An empty list of roots drops nothing. A file system that hangs holds up a thread of this process, not the caller.
         """
         if self._thread is None:
-            roots = tuple(Path(root) for root in self.context.handoff.page_cache_roots)
+            roots = load_roots(self.context)
             if not roots or not self.context.rendezvous.is_loaded():
                 return
             self._thread = threading.Thread(target=self._drop, args=(roots,), daemon=True)

@@ -246,6 +246,25 @@ def test_the_event_has_the_figures_before_and_after_and_comes_once(disk, make_co
     assert sum(1 for _ in read_events(context.events.path)) == 1
 
 
+def test_what_earlier_attempts_saved_is_dropped_too_and_nothing_where_none_is_asked_for(
+    disk, make_context
+):
+    saved = disk / "checkpoints" / "step-3"
+    saved.mkdir(parents=True)
+    path = write_clean(saved / "adapter.bin", MIB)
+    for roots, left in (((), MIB), ((str(disk / "missing"),), 0)):
+        context = make_context(page_cache_roots=roots)
+        context.attempt.rendezvous.mkdir(exist_ok=True)
+        context.rendezvous.announce_loaded()
+        cache = PageCache(context)
+        if roots:
+            assert wait_for_event(context, cache)["total_bytes"] == MIB
+        else:
+            cache.drop_when_loaded()
+            assert list(read_events(context.events.path)) == []
+        assert resident_bytes(path) == left
+
+
 def test_a_file_system_that_hangs_holds_up_neither_the_watch_nor_the_exit(tmp_path):
     # A FIFO that a walk meets as a root stands for an open that never returns.
     program = f"""
@@ -260,6 +279,7 @@ class Loaded:
 class Context:
     rendezvous = Loaded()
     class handoff: page_cache_roots = ({str(tmp_path)!r},)
+    class run: checkpoints = pathlib.Path({str(tmp_path / "checkpoints")!r})
 cache = page_cache.PageCache(Context())
 for _ in range(3):
     cache.drop_when_loaded()
