@@ -52,20 +52,24 @@ def memory_traits(spec: JobSpec) -> EngineTraits:
     """Return what Miles keeps in memory beside the sleeping side's backup.
 
     A colocated trainer holds a pinned copy of its weights for weight updates, also when it sleeps on disk; revisions
-    with deduplication do without it under LoRA. A reference is one more. Revisions that are not known are counted as having it.
+    with deduplication do without it under LoRA, and parameters that are rebuilt from the optimizer's master weights need
+    none. A reference is one more. Revisions that are not known are counted as having it.
 
-    Source: radixark/miles 31f1ca961 miles/backends/megatron_utils/actor.py, tensor_backper.py; pull requests 2488, 3089.
+    Source: radixark/miles 31f1ca961 miles/backends/megatron_utils/actor.py, tensor_backper.py, rematerialize_utils.py; pull
+    requests 2488, 3089.
     """
     engine = spec.engine.miles
     revision = "" if engine is None else engine.revision
     shares = revision.startswith(_REVISIONS_WITHOUT_ACTOR_COPY)
     extra = {} if engine is None else engine.extra_args
     reference = spec.train.kl_coef > 0 or bool(extra.get("use-kl-loss"))
-    actor = 0 if spec.lora is not None and shares and not reference else 1
+    rebuilds = spec.lora is None and bool(extra.get("rematerialize-param-from-master-weight"))
+    actor = 0 if rebuilds or (spec.lora is not None and shares and not reference) else 1
     longest = extra.get("max-seq-len")
     return EngineTraits(
         pinned_copies=actor + (1 if reference else 0),
         keeps_engine_copy=spec.offload.base_cpu_backup,
+        rebuilds_weights=rebuilds,
         paused_adapters=False,
         longest_sample_tokens=longest if isinstance(longest, int) else None,
     )

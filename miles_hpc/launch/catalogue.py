@@ -6,7 +6,6 @@ launcher it follows breaks rules, which (`# violates: MH202 MH203`). Knows no ta
 
 import json
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -19,11 +18,12 @@ from miles_hpc.plan.engine_sizes import ENGINE_SIZE_CHECKS
 from miles_hpc.plan.findings import errors_of, run_checks
 from miles_hpc.plan.grid import ranks_per_node
 from miles_hpc.plan.layout import LAYOUT_CHECKS
+from miles_hpc.spec.faults import format_value
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.load import load_spec
 
-WIDTH = 100
-_HEAD = ("recipe", "model", "nodes", "type", "engine", "needs: GiB of a GPU, of a node")
+_HEAD = ("recipe", "model", "nodes", "type", "engine", "GPU", "host", "disk")
+_NUMERIC = (False, False, False, False, False, True, True, True)
 _NOTE = re.compile(r"^# (node|violates): (.+)$", re.M)
 _SENTENCE = re.compile(r"^# (?!node:|violates:)(\S.*)$", re.M)
 
@@ -69,9 +69,10 @@ def recipe_path(name: str) -> Path:
     if name in names:
         return packaged("jobs") / f"{name}.toml"
     close = get_close_matches(name, names, n=1)
-    nearest = f'. Nearest "{close[0]}"' if close else ""
+    fix = f'Nearest "{close[0]}"' if close else f"Name one, such as {names[0]}"
     raise SpecError(
-        f'recipe: found "{name}"; expected one of the {len(names)} that `miles-hpc jobs` lists{nearest}'
+        f"recipe: found {format_value(name) if name else 'none'}; expected one of the {len(names)} that"
+        f" `miles-hpc jobs` lists. {fix}"
     )
 
 
@@ -114,27 +115,30 @@ def catalogue_json(recipes: Sequence[Recipe]) -> str:
 
 
 def catalogue_table(recipes: Sequence[Recipe]) -> str:
-    """Return the recipes as a table of at most 100 columns; their names are never cut."""
+    """Return the recipes as a table of at most 100 columns, then which of them are refused and by what."""
     rows = [_HEAD, *(_row(recipe) for recipe in recipes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    room = WIDTH - sum(widths[:-1]) - 2 * (len(widths) - 1)
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        lines.append("  ".join([*cells, textwrap.shorten(row[-1], room, placeholder="...")]))
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+        cells = zip(row, widths, _NUMERIC, strict=True)
+        padded = [cell.rjust(size) if right else cell.ljust(size) for cell, size, right in cells]
+        lines.append("  ".join(padded).rstrip())
+    lines += [
+        "",
+        "GiB in the largest phase: of a GPU, of a node's host memory, of its scratch disk.",
+    ]
+    refused = [recipe for recipe in recipes if recipe.violates]
+    if refused:
+        lines += ["", "Refused by the planner, as the launcher that they follow should be:"]
+        lines += [f"  {recipe.name}: {', '.join(recipe.violates)}" for recipe in refused]
+    return "\n".join(lines) + "\n"
 
 
 def _row(recipe: Recipe) -> tuple[str, ...]:
-    needs = "-"
-    if recipe.host_bytes_per_node is not None:
-        parts = [(recipe.gpu_bytes_per_gpu, "GPU"), (recipe.host_bytes_per_node, "host")]
-        parts += [(recipe.scratch_bytes_per_node or None, "disk")]
-        needs = " ".join(f"{what} {_gib(count)}" for count, what in parts if count is not None)
-    if recipe.violates:
-        needs += f" refused: {' '.join(recipe.violates)}"
-    size = f"{recipe.num_nodes} x {recipe.ranks_per_node}"
-    return recipe.name, recipe.model, size, recipe.node, recipe.engine, needs
+    needs = (recipe.gpu_bytes_per_gpu, recipe.host_bytes_per_node, recipe.scratch_bytes_per_node)
+    size = f"{recipe.num_nodes}x{recipe.ranks_per_node}"
+    figures = (_gib(count) if count else "-" for count in needs)
+    return recipe.name, recipe.model, size, recipe.node, recipe.engine, *figures
 
 
 def _gib(count: int) -> str:

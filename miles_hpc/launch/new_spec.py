@@ -94,7 +94,6 @@ def _new_text(recipe: str, output: Path, site: str | None, spec: JobSpec) -> str
 
 def _own_keys(spec: JobSpec) -> Sequence[str]:
     tables = {
-        "job": ("time_limit",),
         "cluster": ("num_nodes",),
         "model": ("hf_checkpoint", "megatron_checkpoint", "rollout_checkpoint"),
         "data": ("path",),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from miles_hpc.plan.findings import Check, Verdict
 from miles_hpc.spec.job import JobSpec
+from miles_hpc.spec.model import LATENT_FAMILIES
 from miles_hpc.spec.rules import Rule
 
 _MILES = "radixark/miles 31f1ca961"
@@ -17,7 +18,7 @@ LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 def adaptable_projections(spec: JobSpec) -> tuple[str, ...]:
     """Return the projections of the model's family that an adapter may be put on."""
-    latent = LATENT_PROJECTIONS if spec.model.family == "glm_dsa" else ()
+    latent = LATENT_PROJECTIONS if spec.model.family in LATENT_FAMILIES else ()
     return ATTENTION_PROJECTIONS + MLP_PROJECTIONS + latent
 
 

@@ -8,6 +8,7 @@ from math import gcd
 
 from miles_hpc.plan.findings import Check, Verdict
 from miles_hpc.spec.job import JobSpec
+from miles_hpc.spec.model import LATENT_FAMILIES
 from miles_hpc.spec.rules import Rule
 
 _MILES = "radixark/miles 31f1ca961"
@@ -27,7 +28,7 @@ def _heads(spec: JobSpec) -> Iterator[Verdict]:
 
 def _query_groups(spec: JobSpec) -> Iterator[Verdict]:
     groups, tp = spec.model.num_query_groups, spec.parallel.tp
-    if spec.model.family == "glm_dsa":
+    if spec.model.family in LATENT_FAMILIES:
         return  # multi-head latent attention has one compressed key/value, replicated over tensor parallel ranks
     native = spec.job.engine == "native" or spec.lora is not None
     if groups % tp == 0 or (not native and tp % groups == 0):
@@ -127,7 +128,7 @@ DIVISION_CHECKS = (
             reason="Megatron copies a group to several ranks when tp exceeds the groups; the adapters of the native engine"
             " and of Miles' native LoRA do not know such copies.",
             arithmetic="num_query_groups % tp = 0; without LoRA under Miles also tp % num_query_groups = 0;"
-            " models with multi-head latent attention (glm_dsa) are exempt",
+            " models with multi-head latent attention are exempt",
             source=f"{_MCORE} core/transformer/transformer_config.py __post_init__; {_MILES} native LoRA",
         ),
         _query_groups,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from miles_hpc.plan.pipeline import stage_layers
 from miles_hpc.spec.job import JobSpec
-from miles_hpc.spec.model import ModelTable
+from miles_hpc.spec.model import LINEAR_FAMILIES, ModelTable
 
 _GATED = 3
 """Matrices of a gated MLP: gate, up, down."""
@@ -105,7 +105,7 @@ def _attention(model: ModelTable) -> tuple[int, int]:
         sharded += cache_rank * heads * (model.head_dim + value) + heads * value * hidden
         return sharded, hidden * (query_rank + cache_rank + rope)
     query = heads * model.head_dim
-    gates = query if model.family == "qwen3_5_moe" else 0  # its attention gates its output
+    gates = query if model.family in LINEAR_FAMILIES else 0  # its attention gates its output
     keys = 2 * model.num_query_groups * model.head_dim
     norms = 2 * model.head_dim if model.qk_layernorm else 0
     return hidden * (2 * query + gates + keys), norms

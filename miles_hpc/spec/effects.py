@@ -36,6 +36,13 @@ from miles_hpc.spec.effect_rules import (
     WEIGHTS_KEYS,
 )
 from miles_hpc.spec.faults import format_value
+from miles_hpc.spec.model import (
+    DENSE_FAMILIES,
+    EXPERT_FAMILIES,
+    FOREIGN_FAMILIES,
+    LATENT_FAMILIES,
+    LINEAR_FAMILIES,
+)
 from miles_hpc.spec.rules import Rule, Settings, Violation
 from miles_hpc.spec.schema import spec_keys
 
@@ -79,8 +86,8 @@ _TASKS, _FILE = equals("data.source", "reasoning_gym"), equals("data.source", "j
 _CHECKPOINT = equals("model.weights", "checkpoint")
 _PACKAGE_GGUF = equals("model.weights", "package_gguf")
 _STREAMED = is_on("offload.stream_optimizer")
-_LATENT_FAMILY = equals("model.family", "glm_dsa")
-_EXPERT_FAMILY = equals("model.family", "qwen3_moe", "qwen3_5_moe", "glm_dsa")
+_LATENT_FAMILY = equals("model.family", *LATENT_FAMILIES)
+_EXPERT_FAMILY = equals("model.family", *EXPERT_FAMILIES)
 _EXPERTS = ("model.num_experts", "model.experts_per_token", "model.moe_ffn_hidden_size")
 _LATENT = (
     "model.q_lora_rank",
@@ -201,8 +208,13 @@ EFFECTS: Sequence[Effect] = (
         all_of(written("lora"), equals("offload.rollout", "host")),
         ("offload.base_cpu_backup",),
     ),
-    Effect(FAMILY_KEYS, _LATENT_FAMILY, (*_LATENT, "model.dsa_topk_layers")),
-    Effect(FAMILY_KEYS, equals("model.family", "qwen3_5_moe"), ("model.full_attention_interval",)),
+    Effect(FAMILY_KEYS, _LATENT_FAMILY, _LATENT),
+    Effect(FAMILY_KEYS, equals("model.family", "glm_dsa"), ("model.dsa_topk_layers",)),
+    Effect(
+        FAMILY_KEYS,
+        equals("model.family", *LINEAR_FAMILIES),
+        ("model.full_attention_interval",),
+    ),
     Effect(NCCL_KEYS, other_than("nccl.preload", "false"), ("nccl.path",)),
 )
 
@@ -278,14 +290,14 @@ REFUSALS: Sequence[Refusal] = (
     ),
     Refusal(
         NATIVE_LIMITS,
-        all_of(_NATIVE, _EXPERT_FAMILY),
+        all_of(_NATIVE, equals("model.family", *FOREIGN_FAMILIES)),
         "model.family",
         '"llama" or "qwen3" with job.engine = "native"',
     ),
     *(
         Refusal(
             EXPERT_KEYS,
-            all_of(written(key), equals("model.family", "llama", "qwen3")),
+            all_of(written(key), equals("model.family", *DENSE_FAMILIES)),
             key,
             "no experts in a dense model.family",
         )

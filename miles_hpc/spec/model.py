@@ -3,7 +3,7 @@
 Shapes use Hugging Face's meaning. This module does no arithmetic on them; `plan` does.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -11,6 +11,35 @@ from miles_hpc.spec.fields import FilePath, FilledLine, Table, Word, ascending
 
 Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["fp32", "bf16"]
+Family = Literal[
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4_moe",
+    "glm_dsa",
+    "deepseek_v3",
+    "deepseek_v4",
+    "gemma4",
+    "gpt_oss",
+    "inkling",
+]
+LATENT_FAMILIES: tuple[Family, ...] = ("deepseek_v3", "deepseek_v4", "glm_dsa")
+"""Families with multi-head latent attention."""
+LINEAR_FAMILIES: tuple[Family, ...] = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families with linear mixers, whose full attention gates its output."""
+DENSE_FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "qwen3_5")
+"""Families without experts; `gemma4` has models of both kinds."""
+EXPERT_FAMILIES: tuple[Family, ...] = tuple(
+    family for family in get_args(Family) if family not in (*DENSE_FAMILIES, "gemma4")
+)
+NATIVE_FAMILIES: tuple[Family, ...] = ("llama", "qwen3")
+"""Families that the native engine trains."""
+FOREIGN_FAMILIES: tuple[Family, ...] = tuple(
+    family for family in get_args(Family) if family not in NATIVE_FAMILIES
+)
 Quantisation = Literal["fp32", "bf16", "fp8", "nvfp4", "int4"]
 
 
@@ -19,8 +48,8 @@ class ModelTable(Table):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
     """Name used in logs and the run folder's name."""
-    family: Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm_dsa"]
-    """Architecture family; it decides the layer specification and the weight names. The native engine trains llama and qwen3."""
+    family: Family
+    """Architecture family; it decides the layer specification and the weight names. The native engine trains llama and qwen3. `deepseek_v3` is also Kimi-K2 and GLM-4.7-Flash; `qwen3_5` and `qwen3_5_moe` are also Qwen3.6 and Qwen3.8."""
     shape_source: FilledLine
     """Where the shape below was read: a config.json, a paper or a repository file with its revision."""
     weights: Literal["checkpoint", "package_gguf", "random"] = "checkpoint"

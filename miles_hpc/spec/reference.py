@@ -44,7 +44,8 @@ are reported at once, each with file, line, key, what was found and what was exp
 Later ones win, lowest first: the site profile, the files that the spec extends, the spec, `--set`. Tables merge key by
 key; any other value replaces the one below it.
 
-- `extends = "base.toml"`, or an array of file names, as the first key of a file: relative to the folder of that file.
+- `extends = "base.toml"`, or an array of file names, as the first key of a file: relative to the folder of that file, or
+  a recipe of the package as `"recipe:NAME"`.
 - `--site NAME` takes `NAME.toml` from the folders in `${sites_variable}` (colon-separated), then from the package's
   `env/sites`; a name with a slash or ending in `.toml` is a path. A profile may hold {site_keys},
   {site_job_keys}; what has no effect for a job is left out for it.

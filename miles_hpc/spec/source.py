@@ -13,11 +13,13 @@ from typing import Final, Literal
 
 import tomli
 
+from miles_hpc.paths import packaged
 from miles_hpc.spec.faults import SpecFault, format_value
 from miles_hpc.spec.scan import KeyPath, scan_lines, split_key
 
 LARGEST_FILE_BYTES: Final = 256 * 1024
 DEEPEST_NESTING: Final = 16
+RECIPE_PREFIX: Final = "recipe:"
 Kind = Literal["site", "file", "override"]
 
 
@@ -112,7 +114,7 @@ def _read_base(
                 line=line,
                 key="extends",
                 found=f"no file {format_value(str(base))}",
-                expected="a TOML file, relative to the folder of this one",
+                expected='a TOML file, relative to the folder of this one, or a recipe as "recipe:NAME"',
             )
         )
         return
@@ -122,7 +124,7 @@ def _read_base(
 def _extended(sources: Sources, label: str, value: object, line: int) -> list[Path]:
     names = [value] if isinstance(value, str) else value
     if isinstance(names, list) and all(_is_file_name(name) for name in names):
-        return [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111 - never raises
+        return [_base_path(name) for name in names]
     sources.faults.append(
         SpecFault(
             label=label,
@@ -133,6 +135,13 @@ def _extended(sources: Sources, label: str, value: object, line: int) -> list[Pa
         )
     )
     return []
+
+
+def _base_path(name: str) -> Path:
+    """Return the file that `name` extends: a path, or a recipe of the package by its name."""
+    if name.startswith(RECIPE_PREFIX):
+        return packaged("jobs") / f"{name.removeprefix(RECIPE_PREFIX)}.toml"
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - never raises
 
 
 def _is_file_name(name: object) -> bool:

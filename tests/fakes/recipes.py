@@ -14,7 +14,12 @@ from miles_hpc.run.resume import Identity, Verdict, new_attempt, write_verdict
 from miles_hpc.spec.load import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = tuple(sorted(ROOT.glob("jobs/*.toml")))
+CATALOGUE = tuple(sorted(ROOT.glob("jobs/*.toml")))
+RECIPES = tuple(
+    ROOT / "jobs" / f"{name}.toml"
+    for name in ("demo", "demo_tiny", "glm52_lora_tb2", "qwen38_4layer", "qwen38_full")
+)
+"""The recipes of every kind of job, whose whole plans and scripts are golden; of the others what matters is."""
 PYTHON = "/opt/venv/bin/python"
 
 

@@ -1,4 +1,4 @@
-"""The whole plan of every recipe, byte for byte: `pytest tests/unit/engine --update-golden` after a wanted change."""
+"""The whole plan of a recipe of each kind, byte for byte: `pytest tests/unit/engine --update-golden` after a wanted change."""
 
 from pathlib import Path
 
@@ -6,9 +6,7 @@ import pytest
 
 from miles_hpc.engine.compose import compose_plan
 from miles_hpc.spec.load import load_spec
-
-ROOT = Path(__file__).resolve().parents[3]
-RECIPES = sorted((ROOT / "jobs").glob("*.toml"))
+from tests.fakes.recipes import RECIPES, ROOT
 
 
 def plan_text(recipe: Path) -> str:

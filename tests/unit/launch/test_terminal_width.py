@@ -2,7 +2,6 @@
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +9,7 @@ from miles_hpc.engine.compose import draft_plan
 from miles_hpc.launch.describe import describe_plan
 from miles_hpc.plan.plan import EnvVar
 from miles_hpc.spec.load import load_spec
-
-RECIPES = sorted((Path(__file__).resolve().parents[3] / "jobs").glob("*.toml"))
+from tests.fakes.recipes import RECIPES
 
 
 def plan_of(recipe, *overrides):
