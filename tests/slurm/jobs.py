@@ -79,8 +79,18 @@ def handoff_of(run: RunDir) -> Handoff:
     return read_handoff(run.handoff)
 
 
-def submit(slurm, run: RunDir, *, on_node: dict[str, str] | None = None, **environ: str) -> str:
-    """Submit one agent a node and return the job id; `on_node` replaces the command of single nodes."""
+def submit(
+    slurm,
+    run: RunDir,
+    *,
+    on_node: dict[str, str] | None = None,
+    started: Path | None = None,
+    **environ: str,
+) -> str:
+    """Submit one agent a node and return the job id.
+
+    `on_node` replaces the command of single nodes; the batch script writes the time of its first line to `started`.
+    """
     handoff = handoff_of(run)
     cases = "".join(f"  {node}) exec {command} ;;\n" for node, command in (on_node or {}).items())
     task = run.root / "task.sh"
@@ -90,9 +100,10 @@ def submit(slurm, run: RunDir, *, on_node: dict[str, str] | None = None, **envir
     script = run.root / "job.sbatch"
     batch_output = shlex.quote(f"--output={run.submission}/%j_0_log.out")
     output = shlex.quote(f"--output={run.submission}/%j_%t_log.out")
+    clock = f"date +%s.%N > {shlex.quote(str(started))}\n" if started else ""
     script.write_text(
         f"#!/bin/bash\n#SBATCH --nodes={handoff.num_nodes} --ntasks-per-node=1 --cpus-per-task=1 --mem=500\n"
-        f"#SBATCH --open-mode=append {batch_output}\n"
+        f"#SBATCH --open-mode=append {batch_output}\n{clock}"
         f"exec srun --kill-on-bad-exit=0 --unbuffered --open-mode=append {output} "
         f"bash {shlex.quote(str(task))}\n"
     )
