@@ -19,7 +19,7 @@ from miles_hpc.node.context import NodeContext
 from miles_hpc.node.gpu_memory import GpuReader, GpuUse, open_gpus
 from miles_hpc.node.host_memory import JobCgroup, OwnProcesses, find_job_cgroup, sum_processes
 from miles_hpc.node.memory_alarm import Alarm, AlarmJudge
-from miles_hpc.node.page_cache import measured_drop
+from miles_hpc.node.page_cache import load_roots, measured_drop
 from miles_hpc.node.teardown import NodeResources
 from miles_hpc.run.events import Kind
 from miles_hpc.run.samples import HostMemory, Sample, SampleLog
@@ -197,8 +197,8 @@ class Sampler:
             )
 
     def _drop(self) -> None:
-        roots = tuple(Path(root) for root in self.context.handoff.page_cache_roots)
-        self.context.events.append(Kind.PAGE_CACHE_DROPPED, **measured_drop(roots))
+        found = measured_drop(load_roots(self.context))
+        self.context.events.append(Kind.PAGE_CACHE_DROPPED, **found)
 
 
 def make_sampler(context: NodeContext, resources: NodeResources) -> Sampler:
