@@ -114,7 +114,7 @@ def sum_processes(
     Private memory adds up. Of files and shared memory the largest process is taken: all map the same libraries and the same
     object store, and which pages they share only a walk over their page tables would tell, far too dear for every second.
     With `pins`, shared memory adds up too: CUDA's pinned memory is each process's own and is counted as shared by the kernel
-    (seen on an H200: 256 MiB pinned raised RssShmem by 256 MiB, VmLck and VmPin stayed 0). The store then counts once for each
+    (docs/measurements/sampling.md). The store then counts once for each
     process that reads it.
     """
     anon = locked = file = shmem = 0

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from miles_hpc.errors import NodeError
@@ -101,9 +101,14 @@ class MemoryReader:
             pids = self.processes.refresh()
             return sum_processes(pids, self.processes.proc, pins=self.gpus is not None)
         try:
-            return self.cgroup.read()
+            host = self.cgroup.read()
         except OSError:
             return None
+        if self.gpus is None:
+            return host
+        return add_pinned(
+            host, sum_processes(self.processes.refresh(), self.processes.proc, pins=True)
+        )
 
     def _read_scratch(self) -> None:
         folder = self.resources.scratch
@@ -114,6 +119,15 @@ class MemoryReader:
             self.scratch = disk_bytes(folder.path)
         except OSError:
             self.scratch = self.scratch_free = None
+
+
+def add_pinned(cgroup: HostMemory, processes: HostMemory) -> HostMemory:
+    """Return the cgroup's figures with the pinned memory that CUDA's driver allocates, which no cgroup is charged for.
+
+    The processes map it as shared memory; what they map beyond the cgroup's own shared memory is pinned.
+    """
+    pinned = max(0, processes.shmem - cgroup.shmem)
+    return replace(cgroup, shmem=cgroup.shmem + pinned, locked=cgroup.locked + pinned)
 
 
 def disk_bytes(folder: Path) -> int:

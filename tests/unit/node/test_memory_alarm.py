@@ -8,7 +8,7 @@ import pytest
 from miles_hpc.errors import NodeError
 from miles_hpc.handoff import MemoryAlarm
 from miles_hpc.node.memory_alarm import AlarmJudge
-from miles_hpc.node.sampling import SCRATCH_SHARE, Pace, disk_bytes, make_sampler
+from miles_hpc.node.sampling import SCRATCH_SHARE, Pace, add_pinned, disk_bytes, make_sampler
 from miles_hpc.node.teardown import NodeResources
 from miles_hpc.run.events import read_events
 from miles_hpc.run.samples import HostMemory, read_samples
@@ -114,6 +114,15 @@ def test_a_dear_source_is_read_as_seldom_as_its_share_allows():
     pace.charge(101.0, cpu_s=50 * SCRATCH_SHARE)
     assert not pace.is_due(150.9)
     assert pace.is_due(151.1)
+
+
+def test_pinned_memory_that_the_cgroup_does_not_know_is_added():
+    known = HostMemory(anon=5, file=6, shmem=30, locked=1, source="cgroup")
+    mapped = HostMemory(anon=5, file=9, shmem=130, locked=0, source="processes")
+    found = add_pinned(known, mapped)
+    assert (found.anon, found.file, found.shmem, found.locked) == (5, 6, 130, 101)
+    assert found.source == "cgroup"
+    assert add_pinned(known, host(5, shmem=20)) == known
 
 
 def test_scratch_counts_what_is_on_disk(tmp_path):
