@@ -15,6 +15,7 @@ import typer
 
 from miles_hpc import __version__
 from miles_hpc.errors import MilesHpcError
+from miles_hpc.launch.terminal import printable, status_text
 
 if TYPE_CHECKING:
     from miles_hpc.engine.compose import Draft
@@ -200,7 +201,7 @@ def report(run: RunPath, as_json: AsJson = False) -> None:
         print(found.to_json())
         return
     for line in memory_report_lines(found):
-        print(_printable(line))
+        print(printable(line))
 
 
 @app.command()
@@ -232,6 +233,25 @@ def logs(
 
 
 @app.command()
+def attach(
+    run: RunPath,
+    open_it: Annotated[
+        bool, typer.Option("--open", help="Open the tunnel instead of printing its command.")
+    ] = False,
+) -> None:
+    """Print the ssh command that tunnels to the dashboard on the head node (`agent.dashboard = true`)."""
+    from miles_hpc.launch.attach import find_tunnel, open_tunnel
+    from miles_hpc.launch.queue import open_run
+
+    tunnel = find_tunnel(open_run(run))
+    print(f"dashboard: {tunnel.url}\ntoken: the text in {tunnel.token}", file=sys.stderr)
+    if open_it:
+        open_tunnel(tunnel)
+    elif tunnel.argv:
+        print(tunnel.command)
+
+
+@app.command()
 def cancel(run: RunPath, as_json: AsJson = False) -> None:
     """End a run's job; its nodes clean up first."""
     from miles_hpc.launch.queue import cancel as end_job
@@ -248,6 +268,33 @@ def explain(
     from miles_hpc.launch.describe import explain_rule
 
     print(explain_rule(rule))
+
+
+@app.command()
+def jobs(as_json: AsJson = False) -> None:
+    """List the recipes that come with the package: model, nodes, and what the largest phase needs."""
+    from miles_hpc.launch.catalogue import list_recipes
+
+    print(list_recipes(as_json=as_json))
+
+
+@app.command()
+def init(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Spec to write; a new file.")
+    ],
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="Recipe by name; left out, a terminal is asked."),
+    ] = None,
+    site: Site = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+) -> None:
+    """Write a small spec that extends a recipe and checks clean."""
+    from miles_hpc.launch.new_spec import ask_recipe, write_new_spec
+
+    write_new_spec(recipe or ask_recipe(), output, site=site, replace=force)
+    print(output)
 
 
 def _load(
@@ -274,16 +321,9 @@ def _draft(loaded: "LoadedSpec") -> "Draft":
 
 
 def _plan(loaded: "LoadedSpec") -> "Plan":
-    from miles_hpc.engine.compose import compose_plan
+    from miles_hpc.engine.compose import require_plan
 
-    return compose_plan(
-        loaded.spec,
-        python=sys.executable,
-        package_version=__version__,
-        overrides=loaded.overrides,
-        hashes=loaded.hashes,
-        position=loaded.position,
-    )
+    return require_plan(_draft(loaded))
 
 
 def _warn(planned: "Plan") -> None:
@@ -306,20 +346,7 @@ def _print_submission(
 
 
 def _print_status(now: "Status", *, as_json: bool) -> None:
-    if as_json:
-        print(now.to_json())
-        return
-    for name, value in (
-        ("run", now.run_dir),
-        ("job", now.job_id),
-        ("state", now.state),
-        ("attempt", now.attempt or None),
-        ("exit code", now.exit_code),
-        ("driver exit code", now.driver_exit_code),
-        ("reason", now.reason or None),
-    ):
-        if value is not None:
-            print(f"{name:<17}{_printable(str(value))}")
+    print(now.to_json() if as_json else status_text(now))
 
 
 def _wait(run_dir: Path) -> NoReturn:
@@ -336,16 +363,8 @@ def _wait(run_dir: Path) -> NoReturn:
         )
         sys.exit(_DETACHED_EXIT_CODE)
     if "\n" in last.reason:
-        print(_printable(last.reason), file=sys.stderr)
+        print(printable(last.reason), file=sys.stderr)
     sys.exit(exit_code_of(last))
-
-
-def _printable(text: str) -> str:
-    """Keep a hostile name in a message from moving the terminal's cursor."""
-    return "".join(
-        character if character == "\n" or character.isprintable() else repr(character)[1:-1]
-        for character in text
-    )
 
 
 def main() -> None:
@@ -356,8 +375,12 @@ def main() -> None:
     try:
         app()
     except MilesHpcError as error:
-        print(f"error: {_printable(str(error))}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -112,6 +112,7 @@ class Handoff:
         max_attempts: attempts allowed in this run folder.
         ready_deadline_s / stop_grace_s: the agent's deadlines.
         secrets: the driver's secrets by name; None when it has none.
+        dashboard: start Ray's dashboard on the head node's loopback interface.
     """
 
     run_dir: str
@@ -136,6 +137,7 @@ class Handoff:
     stop_grace_s: float
     memory_alarm: MemoryAlarm | None = None
     secrets: SecretSource | None = None
+    dashboard: bool = False
     version: int = VERSION
 
     def to_json(self) -> str:

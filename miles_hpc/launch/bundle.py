@@ -99,6 +99,7 @@ def make_handoff(
         stop_grace_s=spec.agent.stop_grace,
         memory_alarm=_memory_alarm(spec, plan),
         secrets=secrets,
+        dashboard=spec.agent.dashboard,
     )
 
 

@@ -25,7 +25,7 @@ from miles_hpc.node.environment import (
 from miles_hpc.node.guard import Word
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.nccl import sha256_of
-from miles_hpc.node.network import choose_interface
+from miles_hpc.node.network import choose_interface, free_port
 from miles_hpc.node.preflight import NodeFacts, check_clock, check_node
 from miles_hpc.node.ray_cluster import (
     Membership,
@@ -216,6 +216,9 @@ def make_settings(
         interface=interface,
         temp=resources.ray_temp.path,
         client_server=facts.ray_client,
+        dashboard_port=(
+            free_port("127.0.0.1") if context.handoff.dashboard and context.is_head else None
+        ),
     )
 
 
@@ -279,6 +282,7 @@ def write_resolved(
         "python": facts.python_version,
         "ray": facts.ray_version,
         "head_address": address,
+        "dashboard_port": settings.dashboard_port,
         "interface": settings.interface.name,
         "nodes": list(context.identity.nodes),
         "nccl": {

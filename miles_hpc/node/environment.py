@@ -12,11 +12,11 @@ from miles_hpc.handoff import is_shell_setting
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.network import Interface
 from miles_hpc.node.survivors import TAG_VARIABLE
+from miles_hpc.preload import site_preload
 
-# RAY_*: a foreign Ray's address, token or flags from the user's shell. LD_PRELOAD: NCCL reaches only the actors that use it.
+# RAY_*: a foreign Ray's address, token or flags from the user's shell.
 # MILES_HPC_*, SUBMITIT_*, SBATCH_*, SRUN_*: an outer job's, or for the submission alone.
 _SCRUBBED_PREFIXES = ("RAY_", "MILES_HPC_", "SUBMITIT_", "SBATCH_", "SRUN_")
-_SCRUBBED = frozenset({"LD_PRELOAD"})
 # Of SLURM_*, what Slurm sets in every step. All else may be left from an allocation around the one that submitted.
 _KEPT_SLURM = frozenset(
     {
@@ -30,16 +30,21 @@ _KEPT_SLURM = frozenset(
 def without_foreign_settings(
     environ: Mapping[str, str], secret_names: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return `environ` without secrets and without the variables that would lead Ray or Python elsewhere."""
-    return {
+    """Return `environ` without secrets and without the variables that would lead Ray or Python elsewhere.
+
+    Of LD_PRELOAD the site's libraries stay; NCCL reaches only the actors that use it.
+    """
+    site = site_preload(environ.get("LD_PRELOAD", ""))
+    kept = {
         name: value
         for name, value in environ.items()
-        if name not in _SCRUBBED
+        if name != "LD_PRELOAD"
         and name not in secret_names
         and not name.startswith(_SCRUBBED_PREFIXES)
         and not is_shell_setting(name)
         and (not name.startswith("SLURM_") or name in _KEPT_SLURM)
     }
+    return {**kept, "LD_PRELOAD": site} if site else kept
 
 
 def node_environment(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_hpc.errors import MilesHpcError, NodeError
+from miles_hpc.errors import Fault, MilesHpcError, NodeError, PreflightError
 from miles_hpc.handoff import Handoff
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.network import Interface, free_port, is_reachable
@@ -32,6 +32,7 @@ class RaySettings:
     interface: Interface
     temp: Path
     client_server: bool
+    dashboard_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def ray_start_argv(
     role: tuple[str, ...] = (f"--address={head_address}",)
     if head_address is None:
         # The autoscaler's monitor has nothing to do in a fixed allocation.
-        role = ("--head", "--port=0", "--include-dashboard=false", "--no-monitor")
+        role = ("--head", "--port=0", *dashboard_options(settings.dashboard_port), "--no-monitor")
         if settings.client_server:
             # Its fixed default, 10001, would meet a second head on this host.
             port = free_port(settings.interface.address)
@@ -86,6 +87,17 @@ def ray_start_argv(
         "--max-worker-port=0",
         "--dashboard-agent-listen-port=0",
         "--disable-usage-stats",
+    )
+
+
+def dashboard_options(port: int | None) -> tuple[str, ...]:
+    """Return the options of the head's dashboard: none, or one that only this host and who has the token can use."""
+    if port is None:
+        return ("--include-dashboard=false",)
+    return (
+        "--include-dashboard=true",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={port}",
     )
 
 
@@ -150,7 +162,12 @@ class HeadStoppedError(MilesHpcError):
 
 
 def raise_if_ended(context: NodeContext, settings: RaySettings, ray: Child) -> None:
-    """Raise NodeError, with what Ray printed and whether it can be imported at all, if `ray` has ended."""
+    """Raise if `ray` has ended.
+
+    Raises:
+        PreflightError: if Ray cannot be imported here. Asked only now, since an import costs every start seconds.
+        NodeError: with what Ray printed, for any other cause.
+    """
     code = ray.poll()
     if code is None:
         return
@@ -159,9 +176,16 @@ def raise_if_ended(context: NodeContext, settings: RaySettings, ray: Child) -> N
         timeout_s=_IMPORT_TIMEOUT_S,
         environ=settings.environ,
     )
-    problem = "" if done.ok else f" `import ray` fails: {done.describe()}."
+    if not done.ok:
+        fault = Fault(
+            where=f"{context.node}: Ray",
+            found=done.describe(),
+            expected=f"a Ray that {context.handoff.python} can import",
+            fix="Install the node requirements there anew (env/ in the repository).",
+        )
+        raise PreflightError(str(fault))
     raise NodeError(
-        f"{context.node}: Ray ended with code {code}; expected it to run as long as the job.{problem} "
+        f"{context.node}: Ray ended with code {code}; expected it to run as long as the job. "
         f"Its log {ray.log} ends:\n{ray.log_tail()}"
     )
 

@@ -322,6 +322,8 @@ class AgentTable(Table):
     """Longest time until the driver's actors are placed and loaded."""
     stop_grace: Duration = Seconds(20.0)
     """Time that a child process has between SIGTERM and SIGKILL at teardown."""
+    dashboard: bool = False
+    """Start Ray's dashboard on the head node, on loopback and behind the job's token, for `miles-hpc attach`; needs ray[default] there."""
     memory_alarm: PositiveSize | None = None
     """Host memory of a node above which the agent writes a `memory_alarm` event; left out, the plan's figure."""
     on_memory_alarm: Literal["warn", "drop_page_cache", "stop"] = "warn"

@@ -32,6 +32,7 @@ class DriverEnviron:
 
     Attributes:
         nccl: library to preload into actors that use NCCL; None when the job must not preload one.
+        site_preload: what the site preloads into every process, in LD_PRELOAD's form.
     """
 
     ray_address: str
@@ -39,6 +40,7 @@ class DriverEnviron:
     node: str
     events: EventLog
     nccl: Path | None
+    site_preload: str = ""
 
 
 def read_plan(run: RunDir) -> PlannedJob:
@@ -90,4 +92,5 @@ def read_environ(environ: Mapping[str, str]) -> DriverEnviron:
         node=node,
         events=EventLog(Path(environ["MILES_HPC_EVENTS"]), node),
         nccl=Path(nccl) if nccl else None,
+        site_preload=environ.get("LD_PRELOAD", ""),
     )

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from miles_hpc.errors import DriverError
 from miles_hpc.paths import RunDir
 from miles_hpc.plan.resources import threads_per_bundle
+from miles_hpc.preload import merge_preload
 from miles_hpc.probe.nccl_hook import NcclProof
 from miles_hpc.process import run_short
 from miles_hpc.run.events import EventLog, Kind
@@ -159,7 +160,10 @@ def _actor_environ(start: _Start, threads: int, *, nccl: bool) -> dict[str, str]
         "TOKENIZERS_PARALLELISM": "false",
     }
     if nccl and start.environ.nccl is not None:
-        variables["LD_PRELOAD"] = str(start.environ.nccl)
+        # A runtime environment replaces the variable, so what the site preloads is put back.
+        variables["LD_PRELOAD"] = merge_preload(
+            memory_saver=None, nccl=str(start.environ.nccl), site=start.environ.site_preload
+        )
     return variables
 
 

@@ -19,8 +19,11 @@ COMMANDS = {
     "status": ["RUN", "--json"],
     "report": ["RUN", "--json"],
     "logs": ["RUN", "-f/--follow", "--node"],
+    "attach": ["RUN", "--open"],
     "cancel": ["RUN", "--json"],
     "explain": ["RULE"],
+    "jobs": ["--json"],
+    "init": ["RECIPE", "--site", "-o/--output", "--force"],
 }
 PAGE = ROOT / "docs" / "reference" / "cli.md"
 INTRODUCTION = """\

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from miles_hpc import __version__
 from miles_hpc.errors import (
     DriverError,
     MilesHpcError,
@@ -306,3 +307,16 @@ def test_no_secret_of_the_callers_shell_is_written(fake_slurm, tmp_path, monkeyp
     written = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
     assert [path for path in written if b"canary-4711" in path.read_bytes()] == []
     assert all("canary-4711" not in call["script"] for call in fake_slurm.calls("sbatch"))
+
+
+def test_the_module_of_the_command_line_runs_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "miles_hpc.cli", "--version"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, __version__), done.stderr

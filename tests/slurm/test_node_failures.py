@@ -3,6 +3,7 @@
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,20 @@ def test_the_wrong_nccl_version_is_named_with_both_versions(slurm, tmp_path):
     assert record["ExitCode"] == "10:0", outputs(run)
     assert "23007 (2.30.7)" in verdict_of(run).reason
     assert "22809 (2.28.9)" in verdict_of(run).reason
+
+
+def test_a_ray_that_cannot_be_imported_is_the_nodes_fault(slurm, tmp_path):
+    run = write_run(tmp_path / "run", NEVER, num_nodes=2)
+    # The code folder comes before the installed packages: a spoiled Ray there is found first.
+    code = tmp_path / "code"
+    (code / "ray").mkdir(parents=True)
+    (code / "miles_hpc").symlink_to(Path(handoff_of(run).code_dir) / "miles_hpc")
+    (code / "ray" / "__init__.py").write_text("raise ImportError('a library of Ray is missing')")
+    run.handoff.write_text(replace(handoff_of(run), code_dir=str(code)).to_json())
+    record = slurm.wait_for_job(submit(slurm, run))
+    assert record["ExitCode"] == "10:0", outputs(run)
+    assert "a library of Ray is missing" in verdict_of(run).reason
+    assert ": Ray: found" in verdict_of(run).reason
 
 
 def test_all_faults_of_a_node_are_reported_at_once(slurm, tmp_path):

@@ -6,6 +6,7 @@ The command line and the node agent are the real ones; only the driver is a stub
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -69,6 +70,18 @@ DRIVER = """
     def look():
         return dict(os.environ)
 
+    @ray.remote(num_cpus=0)
+    class UsesNccl:
+        def look(self):
+            from miles_hpc.probe.nccl_hook import prove_nccl
+            return {"pid": os.getpid(), "preload": os.environ["LD_PRELOAD"], "code": prove_nccl(23007).found_code}
+
+    from miles_hpc.preload import merge_preload
+    preload = merge_preload(
+        memory_saver=None, nccl=os.environ["MILES_HPC_NCCL"], site=os.environ.get("LD_PRELOAD", "")
+    )
+    nccl = UsesNccl.options(runtime_env={"env_vars": {"LD_PRELOAD": preload}}).remote()
+
     attempt = pathlib.Path(sys.argv[1])
     secret = os.environ.get("WANDB_API_KEY", "")
     print("the driver knows", secret, flush=True) if sys.argv[2] == "fail" else None
@@ -77,6 +90,8 @@ DRIVER = """
         "driver": {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"},
         "actor": ray.get(look.options(resources={"miles_hpc_node_1": 0.01}).remote()),
         "pid": os.getpid(),
+        "nccl": ray.get(nccl.look.remote()),
+        "nccl_path": os.environ["MILES_HPC_NCCL"],
     }
     (attempt / "seen.json").write_text(json.dumps(seen))
     os.rename(attempt / "seen.json", attempt / "ready.json")
@@ -118,6 +133,9 @@ class Looked:
     commands: dict[int, str]
     holders: dict[int, str]
     temporary: tuple[Path, ...]
+    with_nccl: dict[int, str]
+    with_site: dict[int, str]
+    site: Path
     state: Path
 
 
@@ -173,6 +191,13 @@ def start(slurm, folder: Path, way: str, spec: Path, end: str, **environ: str) -
     return run, sent.stdout.strip()
 
 
+def write_site_library(folder: Path) -> Path:
+    """Return a library as a site preloads one; its code does not matter."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    libm = next(line.split()[-1] for line in maps if "/libm.so" in line or "/libm-" in line)
+    return Path(shutil.copyfile(libm, folder / "libsite.so"))
+
+
 def processes_with(text: bytes, name: str) -> dict[int, str]:
     """Return the commands of the processes whose /proc file `name` holds `text`."""
     found = {}
@@ -201,7 +226,10 @@ def looked(slurm, request, tmp_path_factory) -> Looked:
     spec = write_spec(
         folder, comment="it's $(id) %j, (x) Grüße", secrets='names = ["WANDB_API_KEY"]'
     )
-    run, job_id = start(slurm, folder, request.param, spec, "end", WANDB_API_KEY=CANARY)
+    site = write_site_library(folder)
+    run, job_id = start(
+        slurm, folder, request.param, spec, "end", WANDB_API_KEY=CANARY, LD_PRELOAD=str(site)
+    )
     ready = run.attempt(1).root / "ready.json"
     wait_for(ready.exists, "a driver that has looked around", run, timeout_s=150)
     canary = CANARY.splitlines()[0].encode()
@@ -211,10 +239,24 @@ def looked(slurm, request, tmp_path_factory) -> Looked:
     temporary = tuple(
         path for path in files_with(Path(f"/tmp/mhpc-{os.getuid()}"), canary) if path.is_file()
     )
+    seen = read_json(ready)
+    with_nccl = processes_with(seen["nccl_path"].encode(), "maps")
+    with_site = processes_with(str(site).encode(), "maps")
     (run.attempt(1).root / "go").touch()
     assert slurm.wait_for_job(job_id)["JobState"] == "COMPLETED", outputs(run)
-    seen = read_json(ready)
-    return Looked(run, job_id, seen, record, commands, holders, temporary, folder / "state")
+    return Looked(
+        run=run,
+        job_id=job_id,
+        seen=seen,
+        record=record,
+        commands=commands,
+        holders=holders,
+        temporary=temporary,
+        with_nccl=with_nccl,
+        with_site=with_site,
+        site=site,
+        state=folder / "state",
+    )
 
 
 def test_the_driver_has_the_secret_byte_for_byte(looked):
@@ -274,6 +316,16 @@ def test_nothing_of_the_submitting_shell_leaks_into_the_job(looked):
         assert leaked == {}, who
         assert not [name for name in environ if name.startswith(("SBATCH_", "SRUN_", "CONDA_"))]
         assert environ["SLURM_JOB_ID"] == looked.job_id
+
+
+def test_the_sites_preload_stays_everywhere_and_nccl_is_where_it_is_used_alone(looked):
+    nccl = looked.seen["nccl"]
+    assert nccl["preload"] == f"{looked.seen['nccl_path']}:{looked.site}"
+    assert nccl["code"] == 23007
+    # Not the driver, the plain worker, raylet, GCS, the node agents, srun or a shell.
+    assert set(looked.with_nccl) == {nccl["pid"]}
+    assert {nccl["pid"], looked.seen["pid"]} <= set(looked.with_site)
+    assert any("raylet" in command for command in looked.with_site.values())
 
 
 def test_a_driver_that_prints_its_secret_does_not_put_it_into_our_verdict(slurm, tmp_path):

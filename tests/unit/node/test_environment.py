@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from miles_hpc.handoff import Variable
+from miles_hpc.handoff import SecretSource, Variable
 from miles_hpc.node.environment import driver_environment, fill_placeholders, node_environment
 from miles_hpc.node.network import Interface
 
@@ -37,6 +37,39 @@ def test_settings_of_a_foreign_ray_or_python_do_not_get_in(make_context):
     assert environ["MILES_HPC_SCRATCH"] == "/nvme/job"
     absent = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_RUNTIME_ENV_HOOK", "LD_PRELOAD", "PYTHONHOME")
     assert not set(absent) & set(environ)
+
+
+def test_what_the_site_preloads_stays_without_another_nccl(make_context):
+    base = {"LD_PRELOAD": "/opt/libxalt.so:/old/libnccl.so.2 /opt/libjemalloc.so"}
+    environ = environment(make_context(), base)
+    assert environ["LD_PRELOAD"] == "/opt/libxalt.so:/opt/libjemalloc.so"
+    assert environ["MILES_HPC_NCCL"] == "/x/libnccl.so.2"
+
+
+def test_the_submitting_shells_settings_do_not_get_in_but_the_specs_do(make_context):
+    names = (
+        "http_proxy",
+        "NO_PROXY",
+        "CONDA_PREFIX",
+        "VIRTUAL_ENV",
+        "PYTHONWARNINGS",
+        "SBATCH_X",
+        "SLURM_MEM_PER_CPU",
+    )
+    base = {**dict.fromkeys(names, "leaked"), "SLURM_JOB_ID": "7"}
+    context = make_context(environment=(Variable(name="http_proxy", value="http://wanted"),))
+    environ = environment(context, base)
+    assert environ["http_proxy"] == "http://wanted"
+    assert environ["SLURM_JOB_ID"] == "7"
+    assert "leaked" not in environ.values()
+
+
+def test_a_secret_reaches_the_driver_and_not_ray(make_context):
+    source = SecretSource(names=("MINE",), path="/nowhere", is_stored=False)
+    context = make_context(secrets=source)
+    ray = environment(context, {"MINE": "of the shell"})
+    assert "MINE" not in ray
+    assert driver_environment(context, ray, "10.0.0.1:6379", {"MINE": "v"})["MINE"] == "v"
 
 
 def test_the_token_travels_as_a_path(make_context):

@@ -1,6 +1,7 @@
 """Ray's command line on head and workers, and who counts as missing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from miles_hpc.node.network import Interface
@@ -35,6 +36,14 @@ def test_the_head_lets_ray_choose_its_port_and_opens_no_dashboard(make_context):
     assert json.loads(found["resources"]) == {"miles_hpc_node_0": 1}
     assert (found["num-cpus"], found["num-gpus"]) == ("4", "0")
     assert found["object-store-memory"] == str(80 << 20)
+
+
+def test_a_dashboard_listens_on_loopback_alone(make_context):
+    context = make_context(dashboard=True)
+    asked = replace(settings(), dashboard_port=4711)
+    found = options(ray_start_argv(context.handoff, context.identity, asked, None))
+    assert found["include-dashboard"] == "true"
+    assert (found["dashboard-host"], found["dashboard-port"]) == ("127.0.0.1", "4711")
 
 
 def test_no_port_has_a_fixed_default(make_context):
