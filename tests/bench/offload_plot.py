@@ -48,13 +48,13 @@ def panels_of_page(text: str) -> list[Panel]:
     machine, title, bars = "", "", list[Bar]()
     for line in [*text.splitlines(), "## end"]:
         limit = _LIMIT.search(line)
-        if (limit or line.startswith("## ")) and title:
+        if (limit or line.startswith("##")) and title:
             found.append(panel(title, bars))
             title, bars = "", []
         if line.startswith("## "):
             machine = line[3:]
         elif limit:
-            ranks = re.split(r"[.;(]", line.lstrip("# "))[0].strip()
+            ranks = re.split(r"[.;]", line.lstrip("# "))[0].strip()
             title = f"{machine}: {ranks} (limit {limit[1]} out, {limit[2]} back, GB/s)"
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
         if title and len(cells) >= 5 and re.fullmatch(r"[\d.]+", cells[2]):
