@@ -194,6 +194,15 @@ def compose_plan(
         hashes=hashes,
         position=position,
     )
+    return require_plan(draft)
+
+
+def require_plan(draft: Draft) -> Plan:
+    """Return the plan of `draft`.
+
+    Raises:
+        PlanError: with every rule that the spec breaks and the nearest changes that make it pass.
+    """
     refuse(draft.findings, draft.would_fit)
     if draft.plan is None:  # an impossible layout always has an error among the findings
         raise PlanError(

@@ -109,6 +109,12 @@ def _needs(spec: JobSpec) -> tuple[int | None, int | None, int]:
     return memory.host_peak.committed_host_bytes, gpu, scratch
 
 
+def list_recipes(*, as_json: bool) -> str:
+    """Return all recipes as a table, or as JSON."""
+    recipes = [read_recipe(path) for path in recipe_paths()]
+    return catalogue_json(recipes) if as_json else catalogue_table(recipes).rstrip("\n")
+
+
 def catalogue_json(recipes: Sequence[Recipe]) -> str:
     """Return the recipes as one JSON object."""
     return json.dumps({"recipes": [asdict(recipe) for recipe in recipes]}, indent=2)

@@ -16,6 +16,7 @@ from miles_hpc.plan.expansion import expand_placement, placement_lines
 from miles_hpc.plan.page import render_page
 from miles_hpc.plan.plan import Plan
 from miles_hpc.plan.timeline import memory_lines
+from miles_hpc.run.report import Status
 
 _WIDTH = 100
 
@@ -51,6 +52,20 @@ def describe_plan(plan: Plan, *, placement: bool = False) -> str:
         for note in notes:
             lines += textwrap.wrap(note, _WIDTH, initial_indent="  ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
+
+
+def status_lines(now: Status) -> Sequence[str]:
+    """Return what is known of a run, one thing a line."""
+    known = {
+        "run": now.run_dir,
+        "job": now.job_id,
+        "state": now.state,
+        "attempt": now.attempt or None,
+        "exit code": now.exit_code,
+        "driver exit code": now.driver_exit_code,
+        "reason": now.reason or None,
+    }
+    return [f"{name:<17}{value}" for name, value in known.items() if value is not None]
 
 
 def write_page(plan: Plan, would_fit: Sequence[str], path: Path) -> None:

@@ -19,6 +19,17 @@ from miles_hpc.spec.load import load_spec
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+def ask_recipe() -> str:
+    """Return the recipe that the person at the terminal chooses.
+
+    Raises:
+        SpecError: when there is no terminal, or the answer is no recipe.
+    """
+    if sys.stdin.isatty():
+        return choose_recipe(sys.stderr, sys.stdin)
+    return recipe_path("").stem  # which is none: the message says what to do
+
+
 def choose_recipe(asked: TextIO, answers: TextIO) -> str:
     """Ask for a recipe by its number or name, and return its name.
 

@@ -1,5 +1,6 @@
 """The wheel holds the package, env/ and jobs/, and nothing of the tests; `paths.packaged` finds them inside it."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,25 @@ def test_packaged_folders_are_found_inside_an_installed_wheel(wheel, tmp_path):
     data = tmp_path / "miles_hpc" / "data"
     assert done.stdout.split() == [str(data / "jobs"), str(data / "env")]
     assert (data / "jobs" / "demo.toml").is_file()
+
+
+def test_the_recipes_are_found_inside_an_installed_wheel(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    spec = tmp_path / "mine.toml"
+    for arguments in (["jobs", "--json"], ["init", "qwen3_4b", "-o", str(spec)]):
+        done = subprocess.run(
+            [sys.executable, "-m", "miles_hpc", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        if arguments[0] == "jobs":
+            names = [entry["name"] for entry in json.loads(done.stdout)["recipes"]]
+    assert names == sorted(path.stem for path in (ROOT / "jobs").glob("*.toml"))
+    assert 'extends = "recipe:qwen3_4b"' in spec.read_text()
 
 
 def test_packaged_folders_are_found_in_a_checkout():
