@@ -6,6 +6,7 @@ environment, and cannot be submitted.
 
 from collections.abc import Iterator
 
+from miles_hpc.engine.miles_flags import Flags
 from miles_hpc.plan.batch import longest_sample_tokens
 from miles_hpc.plan.findings import Check, Verdict
 from miles_hpc.plan.memory import EngineTraits
@@ -61,17 +62,16 @@ def memory_traits(spec: JobSpec) -> EngineTraits:
     engine = spec.engine.miles
     revision = "" if engine is None else engine.revision
     shares = revision.startswith(_REVISIONS_WITHOUT_ACTOR_COPY)
-    extra = {} if engine is None else engine.extra_args
-    reference = spec.train.kl_coef > 0 or bool(extra.get("use-kl-loss"))
-    rebuilds = spec.lora is None and bool(extra.get("rematerialize-param-from-master-weight"))
+    flags = Flags(spec)
+    reference = spec.train.kl_coef > 0 or bool(flags.value("use-kl-loss"))
+    rebuilds = spec.lora is None and bool(flags.value("rematerialize-param-from-master-weight"))
     actor = 0 if rebuilds or (spec.lora is not None and shares and not reference) else 1
-    longest = extra.get("max-seq-len")
     return EngineTraits(
         pinned_copies=actor + (1 if reference else 0),
         keeps_engine_copy=spec.offload.base_cpu_backup,
         rebuilds_weights=rebuilds,
         paused_adapters=False,
-        longest_sample_tokens=longest if isinstance(longest, int) else None,
+        longest_sample_tokens=flags.number("max-seq-len") or None,
     )
 
 
@@ -103,25 +103,22 @@ def _native_rollout_type(spec: JobSpec) -> Iterator[Verdict]:
 
 
 def _agrees(spec: JobSpec) -> Iterator[Verdict]:
-    miles = spec.engine.miles
-    if miles is None:
-        return
-    extra = miles.extra_args
-    if extra.get("use-kl-loss") and spec.train.kl_coef == 0:
+    flags = Flags(spec)
+    if flags.value("use-kl-loss") and spec.train.kl_coef == 0:
         yield Verdict(
             keys=("engine.miles.extra_args", "train.kl_coef"),
             found="use-kl-loss with kl_coef = 0",
             expected="no KL loss at coefficient 0: Miles still loads the reference and pins one more copy of the weights",
             fix="Remove use-kl-loss.",
         )
-    if extra.get("use-rollout-indexer-replay"):
+    if flags.value("use-rollout-indexer-replay"):
         yield Verdict(
             keys=("engine.miles.extra_args",),
             found="use-rollout-indexer-replay",
             expected="routing replay: indexer replay buffers 78 to 128 GB a rank in host memory on GLM-5.2",
             fix="Use use-rollout-routing-replay.",
         )
-    checks = extra.get("check-weight-update-equal")
+    checks = flags.value("check-weight-update-equal")
     if checks and spec.offload.base_cpu_backup:
         yield Verdict(
             keys=("engine.miles.extra_args", "offload.base_cpu_backup"),
@@ -132,8 +129,8 @@ def _agrees(spec: JobSpec) -> Iterator[Verdict]:
 
 
 def _dense_attention(spec: JobSpec) -> Iterator[Verdict]:
-    engine, model = spec.engine.miles, spec.model
-    if engine is None or engine.extra_args.get("dsa-attention-backend") != "megatron":
+    model = spec.model
+    if Flags(spec).value("dsa-attention-backend") != "megatron":
         return
     length = memory_traits(spec).longest_sample_tokens or longest_sample_tokens(spec)
     if length <= DENSE_ATTENTION_TOKENS:
@@ -150,16 +147,9 @@ def _dense_attention(spec: JobSpec) -> Iterator[Verdict]:
 
 
 def _sequence_format(spec: JobSpec) -> Iterator[Verdict]:
-    engine, keys = (
-        spec.engine.miles,
-        ("engine.miles.extra_args", "train.recompute", "train.max_tokens_per_gpu"),
-    )
-    if engine is None:
-        return
-    layout, attention = (
-        engine.extra_args.get("qkv-format"),
-        engine.extra_args.get("dsa-attention-backend"),
-    )
+    keys = ("engine.miles.extra_args", "train.recompute", "train.max_tokens_per_gpu")
+    flags = Flags(spec)
+    layout, attention = flags.value("qkv-format"), flags.value("dsa-attention-backend")
     if attention == "tilelang" and layout not in (None, "thd"):
         yield Verdict(
             keys=keys[:1],
@@ -186,12 +176,7 @@ def _sequence_format(spec: JobSpec) -> Iterator[Verdict]:
 
 
 def _attention_replicas(spec: JobSpec) -> Iterator[Verdict]:
-    engine = spec.engine.miles
-    if (
-        engine is not None
-        and spec.lora is not None
-        and engine.extra_args.get("sglang-enable-dp-attention")
-    ):
+    if spec.lora is not None and Flags(spec).value("sglang-enable-dp-attention"):
         yield Verdict(
             keys=("engine.miles.extra_args", "lora"),
             found="sglang-enable-dp-attention with LoRA on shared GPUs",

@@ -226,7 +226,8 @@ def _needs(spec: JobSpec) -> Iterator[Verdict]:
          "one of them: a named model brings its template"),
         ("pause-generation-mode", sessions and flags.value("pause-generation-mode") == "abort",
          "a session server", "another mode than abort, which would cut sessions"),
-        ("use-session-server", sessions and flags.value("partial-rollout"), "--partial-rollout", "one of them"),
+        *(("use-session-server", sessions == "v2" and flags.value(other), f"--{other}", "one of them")
+          for other in ("group-rm", "partial-rollout", "recompute-logprobs-via-prefill")),
         ("debug-rollout-only", flags.value("debug-rollout-only") and flags.value("debug-train-only"),
          "--debug-train-only", "one of them"),
         ("kl-loss-coef", flags.value("kl-loss-coef") not in (None, 0, 0.0, "0", "0.0") and spec.train.kl_coef,
