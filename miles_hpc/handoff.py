@@ -29,6 +29,19 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeniedNccl:
+    """NCCL versions that no job may use, by the codes of the first and the last, and why."""
+
+    first_code: int
+    last_code: int
+    why: str
+
+    def covers(self, code: int) -> bool:
+        """Say whether `code` is one of them."""
+        return self.first_code <= code <= self.last_code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NcclPin:
     """The NCCL library to inject.
 
@@ -36,11 +49,13 @@ class NcclPin:
         path: the library on the node; None means: the nvidia-nccl-cu13 package beside `python`.
         version_code: what ncclGetVersion must report (23007 for 2.30.7).
         preload: put it in LD_PRELOAD of Ray's worker processes.
+        denied: versions that are refused though they were asked for.
     """
 
     path: str | None
     version_code: int
     preload: bool
+    denied: tuple[DeniedNccl, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +214,7 @@ def read_handoff(path: Path) -> Handoff:
             **{
                 **raw,
                 "environment": tuple(Variable(**entry) for entry in raw["environment"]),
-                "nccl": None if raw["nccl"] is None else NcclPin(**raw["nccl"]),
+                "nccl": _nccl_pin(raw["nccl"]),
                 "scratch": ScratchRequest(**raw["scratch"]),
                 "memory_alarm": None
                 if raw.get("memory_alarm") is None
@@ -226,3 +241,13 @@ def _secret_source(raw: dict[str, object] | None) -> SecretSource | None:
         path=str(raw["path"]),
         is_stored=bool(raw["is_stored"]),
     )
+
+
+def _nccl_pin(raw: dict[str, object] | None) -> NcclPin | None:
+    if raw is None:
+        return None
+    denied = raw.get("denied", [])
+    if not isinstance(denied, list):
+        raise TypeError(f"nccl.denied: found {type(denied).__name__}, expected a list")
+    pinned = {**raw, "denied": tuple(DeniedNccl(**entry) for entry in denied)}
+    return NcclPin(**pinned)  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ from typing import Literal
 
 from miles_hpc.engine.compose import page_cache_roots
 from miles_hpc.errors import SubmitError
-from miles_hpc.handoff import Handoff, MemoryAlarm, NcclPin, ScratchRequest, SecretSource, Variable
+from miles_hpc.handoff import Handoff, MemoryAlarm, ScratchRequest, SecretSource, Variable
+from miles_hpc.launch.nccl_pin import make_nccl_pin
 from miles_hpc.launch.sbatch import check_run_path, render_sbatch
 from miles_hpc.launch.secret_intake import forget_secrets, taken_secrets
 from miles_hpc.paths import RunDir
@@ -84,7 +85,7 @@ def make_handoff(
             Variable(name=entry.name, value=entry.value, scope=entry.scope)
             for entry in plan.environment
         ),
-        nccl=_nccl_pin(spec),
+        nccl=make_nccl_pin(spec),
         scratch=ScratchRequest(
             root=None if spec.offload.scratch_root is None else str(spec.offload.scratch_root),
             min_free_bytes=spec.offload.scratch_min_free,
@@ -107,17 +108,6 @@ def remove_run_folder(run: RunDir) -> None:
     """Remove a run folder whose job was refused, and the secrets stored for it."""
     forget_secrets(run)
     shutil.rmtree(run.root, ignore_errors=True)
-
-
-def _nccl_pin(spec: JobSpec) -> NcclPin | None:
-    if not spec.nccl.preload:
-        return None
-    major, minor, patch = (int(part) for part in spec.nccl.version.split("."))
-    return NcclPin(
-        path=None if spec.nccl.path is None else str(spec.nccl.path),
-        version_code=major * 10000 + minor * 100 + patch,
-        preload=True,
-    )
 
 
 def _memory_alarm(spec: JobSpec, plan: Plan) -> MemoryAlarm | None:

@@ -11,15 +11,6 @@ from pathlib import Path
 from miles_hpc.errors import Fault
 from miles_hpc.handoff import NcclPin
 
-# Versions that may not be used, whoever asks for them: the code, and why.
-KNOWN_BAD = {
-    **dict.fromkeys(
-        range(22803, 22809),
-        "hangs and wrong results in 2.28.3 to 2.28.8 (release notes of NVIDIA's resiliency extension)",
-    ),
-    23004: "sometimes hangs (NVIDIA/nccl issue 2167)",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclFound:
@@ -38,10 +29,10 @@ def judge_nccl(pin: NcclPin, found: NcclFound, node: str) -> tuple[Fault, ...]:
     if found.version_code is None:
         fix = "Install nvidia-nccl-cu13 beside the job's Python, or set nccl.path to the library for this machine."
         return (Fault(where=where, found=f"{name}: {found.error}", expected=expected, fix=fix),)
-    if found.version_code in KNOWN_BAD:
-        said = (
-            f"{name} reports {describe_code(found.version_code)}: {KNOWN_BAD[found.version_code]}"
-        )
+    code = found.version_code
+    denied = next((entry for entry in pin.denied if entry.covers(code)), None)
+    if denied is not None:
+        said = f"{name} reports {describe_code(code)}: {denied.why}"
         return (
             Fault(where=where, found=said, expected=expected, fix="Use another version of NCCL."),
         )
