@@ -125,3 +125,13 @@ def test_the_json_has_the_same_recipes(recipes):
 def test_an_unknown_recipe_is_told_the_nearest():
     with pytest.raises(SpecError, match=r'found "qwen38_ful"; expected .* Nearest "qwen38_full"'):
         recipe_path("qwen38_ful")
+
+
+def test_the_page_explains_every_refused_recipe(recipes):
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if re.match(r"\| `.*\| MH", line)]
+    explained = {name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row.split("|")[1])}
+    assert explained == {recipe.name for recipe in recipes if recipe.violates}
+    for recipe in recipes:
+        row = next((row for row in rows if f"`{recipe.name}`" in row), "")
+        assert all(rule in row for rule in recipe.violates)
