@@ -111,6 +111,33 @@ def test_a_run_takes_every_step_and_both_sides_agree_in_each(finished):
     assert steps[-1]["time_left_s"] == 0.0
 
 
+def test_streamed_optimizer_state_trains_the_same_and_resumes(cluster, finished, tmp_path):
+    run = make_run(tmp_path / "run", "offload.stream_optimizer=true")
+    assert drive(cluster, run) == 0, run.attempt(1).driver_log.read_text()
+    (run.checkpoints / "step-4" / "COMPLETE").unlink()
+    assert drive(cluster, run, attempt=2) == 0, run.attempt(2).driver_log.read_text()
+    [loaded] = events(run, 2, "checkpoint_loaded")
+    assert loaded["step"] == 2
+    plain, whole, resumed = (
+        events(finished, 1, "step"),
+        events(run, 1, "step"),
+        events(run, 2, "step"),
+    )
+    assert [event["step"] for event in resumed] == [3, 4]
+    for left, right in [*zip(plain, whole, strict=True), *zip(whole[2:], resumed, strict=True)]:
+        assert right["reward"] == left["reward"]
+        assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=1e-3)
+    saved = sorted(path.name for path in (run.checkpoints / "step-2").rglob("optimizer-rank*.bin"))
+    assert saved == ["optimizer-rank00000.bin", "optimizer-rank00001.bin"]
+    # Less moves: both moments of every adapter stay where they are.
+    moved = [
+        {event["bytes"] for event in events(each, 1, "offload") if event["step"] == 4}
+        for each in (finished, run)
+    ]
+    assert max(moved[1]) < min(moved[0])
+    assert not list(Path(cluster.environ["MILES_HPC_SCRATCH"]).rglob("optimizer.bin"))
+
+
 def test_each_step_syncs_new_weights_into_both_engines(finished):
     syncs = events(finished, 1, "weight_sync")
     assert [event["version"] for event in syncs] == [0, 1, 2, 3, 4]
