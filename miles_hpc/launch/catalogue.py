@@ -135,7 +135,7 @@ def catalogue_table(recipes: Sequence[Recipe]) -> str:
     ]
     refused = [recipe for recipe in recipes if recipe.violates]
     if refused:
-        lines += ["", "Refused by the planner, as the launcher that they follow should be:"]
+        lines += ["", "Refused by the planner with the values of their launchers, by these rules:"]
         lines += [f"  {recipe.name}: {', '.join(recipe.violates)}" for recipe in refused]
     return "\n".join(lines) + "\n"
 
