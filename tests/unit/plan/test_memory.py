@@ -316,6 +316,4 @@ def test_streamed_state_that_scratch_was_not_asked_for_is_refused():
     base = {**NATIVE, "lora": {"rank": 256, "alpha": 16.0}, "offload.train": "none"}
     small = spec_of(base, {"offload.stream_optimizer": True, "offload.scratch_min_free": "1GiB"})
     assert "MH304" in {finding.id for finding in errors_of(find(small))}
-    assert "MH304" not in {
-        f.id for f in find(spec_of(base, {"offload.scratch_min_free": "1GiB"}))
-    }
+    assert "MH304" not in {f.id for f in find(spec_of(base, {"offload.scratch_min_free": "1GiB"}))}
