@@ -21,7 +21,7 @@ def plot(monkeypatch):
 
 def test_the_picture_in_the_docs_is_drawn_from_the_tables_there(plot):
     panels = plot.panels_of_page(PAGE.read_text(encoding="utf-8"))
-    assert len(panels) == 4
+    assert len(panels) == 5
     assert all("ours" in [bar.way for bar in one.bars] for one in panels)
     drawn = PAGE.with_suffix(".svg").read_text(encoding="utf-8")
     assert drawn == plot.draw(panels), (
