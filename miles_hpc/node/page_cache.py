@@ -19,6 +19,8 @@ from miles_hpc.node.memory import memory_cgroups
 from miles_hpc.run.events import Kind
 
 _NUM_THREADS = 8
+# The kernel passes over a page that it is just moving or reclaiming itself; the next time it can go.
+_NUM_ADVICES = 3
 # A small drop is over within that time and its event stands before the driver can end; a large one must not hold the watch.
 _PATIENCE_S = 0.2
 _VANISHED = (errno.ENOENT, errno.ESTALE, errno.ELOOP, errno.ENOTDIR)
@@ -114,8 +116,12 @@ def _drop_file(path: Path) -> CacheDrop:
             return CacheDrop()
         told = _is_told(path, found)
         before = _resident(descriptor) if told else None
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # 0, 0: all of the file
-        after = None if before is None else _resident(descriptor)
+        after = before
+        for _ in range(_NUM_ADVICES):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # 0, 0: all of the file
+            after = _resident(descriptor) if told else None
+            if not after:
+                break
     except OSError as error:
         return CacheDrop(num_unreadable=int(error.errno not in _VANISHED))
     finally:

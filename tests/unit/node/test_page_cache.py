@@ -60,7 +60,7 @@ def test_many_files_in_many_folders_all_go(disk):
         total += write_clean(folder / f"{index}.distcp", 4096 + 131 * index).stat().st_size
     found = drop_page_cache([disk])
     assert (found.num_files, found.total_bytes) == (300, total)
-    assert found.resident_before_bytes == total
+    assert 0 < found.resident_before_bytes <= total  # a machine short of memory drops some itself
     assert found.resident_after_bytes == 0
     again = drop_page_cache([disk], num_threads=1)
     assert (again.num_files, again.resident_before_bytes) == (300, 0)
