@@ -8,7 +8,7 @@ from miles_hpc.node.host_memory import JobCgroup, OwnProcesses, find_job_cgroup,
 
 pytestmark = pytest.mark.timeout(30)
 
-# Read from a Slurm 22.05 job on a cgroup v1 machine; the per-group figures before the totals are those of an empty parent.
+# In the form of the kernel's cgroup v1 documentation; the per-group figures before the totals are those of an empty parent.
 V1_STAT = """\
 cache 0
 rss 0
