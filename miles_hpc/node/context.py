@@ -3,6 +3,7 @@
 Holds references only; decides nothing.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +43,10 @@ class NodeContext:
     def job_tag(self) -> str:
         """Marks every process of this job on this node; nodes that share a host have different tags."""
         identity = self.identity
-        return f"{identity.job_id}.{identity.restart_count}.{self.attempt.number}.{identity.node}"
+        # Two clusters that share a host count their jobs alike; their run folders differ.
+        run = hashlib.sha256(str(self.run.root).encode(errors="surrogateescape")).hexdigest()[:8]
+        number = f"{identity.job_id}.{identity.restart_count}.{self.attempt.number}"
+        return f"{number}.{run}.{identity.node}"
 
     @property
     def log(self) -> Path:

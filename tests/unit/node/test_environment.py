@@ -1,10 +1,12 @@
 """What Ray's processes and the driver get, and what of the user's shell they do not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from miles_hpc.handoff import SecretSource, Variable
 from miles_hpc.node.environment import driver_environment, fill_placeholders, node_environment
 from miles_hpc.node.network import Interface
+from miles_hpc.paths import RunDir
 
 
 def environment(context, base, nccl="/x/libnccl.so.2"):
@@ -117,3 +119,9 @@ def test_placeholders_are_filled_once_and_other_braces_stay():
         "/runs/{num_nodes}/x", "--n=2", '{"json": 1}', "{unknown}",
     )  # fmt: skip
     assert fill_placeholders(argv, {}) == argv
+
+
+def test_jobs_of_two_clusters_on_one_host_have_different_tags(make_context, tmp_path):
+    context = make_context()
+    other = replace(context, run=RunDir(tmp_path / "other"))
+    assert context.job_tag != other.job_tag
