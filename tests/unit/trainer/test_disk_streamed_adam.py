@@ -238,6 +238,15 @@ parameter = torch.nn.Parameter(torch.ones(numel))
 parameter.grad = torch.ones(numel)
 peak, done = [0], threading.Event()
 
+# Maps the code of every operator and thread before the baseline is taken.
+small = torch.nn.Parameter(torch.ones(1000))
+small.grad = torch.ones(1000)
+warm = StreamedAdam([("w", small)], AdamSettings(learning_rate=1e-3), path=Path(sys.argv[1] + ".warm"),
+                    device=torch.device("cpu"), bucket_bytes=1, chunk_bytes=chunk)
+for _ in range(2):
+    warm.step()
+warm.close()
+
 def watch():
     while not done.wait(0.002):
         peak[0] = max(peak[0], rss())
@@ -265,13 +274,17 @@ def test_host_memory_is_a_bucket_two_chunks_and_adams_temporaries(tmp_path):
         text=True,
         timeout=100,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            # Freed temporaries go back to the system at once, or the peak depends on where malloc finds room.
+            "MALLOC_MMAP_THRESHOLD_": str(mib),
+        },
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    # torch's AdamW makes a square root and a quotient of one third of the bucket each; the rest is threads' stacks, and
-    # code that the first use of an operator maps.
-    allowed = bucket + 2 * chunk + 2 * bucket // 3 + 32 * mib
+    # torch's AdamW makes a square root and a quotient of one third of the bucket each; the rest is threads' stacks.
+    allowed = bucket + 2 * chunk + 2 * bucket // 3 + 12 * mib
     assert seen["state"] >= 12 * numel > 3 * allowed
     assert bucket < seen["above"] <= allowed
 
