@@ -21,9 +21,14 @@ from miles_hpc.errors import (
     SubmitError,
 )
 from miles_hpc.handoff import node_argv, read_handoff
+from miles_hpc.launch.catalogue import read_recipe
 from miles_hpc.launch.progress import exit_code_of
 from miles_hpc.run.report import Status
+from tests.fakes.recipes import CATALOGUE
 from tests.fakes.submission import ROOT, SPEC, command, miles_hpc, only_run
+
+REFUSED = [path for path in CATALOGUE if read_recipe(path).violates]
+SOUND = [path for path in CATALOGUE if path not in REFUSED]
 
 
 def run_root(folder):
@@ -224,14 +229,24 @@ def test_plan_prints_the_object_that_others_rely_on():
     assert plan["driver_argv"][-1] == "{run_dir}"
 
 
-@pytest.mark.parametrize("recipe", sorted(ROOT.glob("jobs/*.toml")), ids=lambda path: path.stem)
-def test_every_recipe_checks_plans_and_renders(recipe, tmp_path):
+@pytest.mark.parametrize("recipe", SOUND, ids=lambda path: path.stem)
+def test_every_sound_recipe_checks_plans_and_renders(recipe, tmp_path):
     assert miles_hpc("check", str(recipe)).returncode == 0
     text = miles_hpc("plan", str(recipe))
     assert text.returncode == 0
     for heading in ("layout", "rollout", "memory", "environment", "driver"):
         assert f"\n{heading}\n" in text.stdout
     assert miles_hpc("render", str(recipe), "-o", str(tmp_path / "out")).returncode == 0
+
+
+@pytest.mark.parametrize("recipe", REFUSED, ids=lambda path: path.stem)
+def test_every_refused_recipe_is_refused_by_name_and_renders_nothing(recipe, tmp_path):
+    for words in (("check",), ("plan",), ("render", "-o", str(tmp_path / "out"))):
+        done = miles_hpc(words[0], str(recipe), *words[1:])
+        assert done.returncode == PlanError.exit_code
+        assert all(f"{rule} " in done.stderr for rule in read_recipe(recipe).violates)
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
