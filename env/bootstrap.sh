@@ -111,7 +111,10 @@ ensure_venv() {
 
 use_venv() { VENV=${MILES_HPC_VENV:-$ROOT/$1}; }
 
-# --- Slurm's packages, for the tests ----------------------------------------------------------------------------------
+# --- system packages, for the tests -----------------------------------------------------------------------------------
+
+SLURM_PACKAGES=(slurm-wlm munge iproute2)
+BROWSER_PACKAGES=(chromium fonts-dejavu-core)
 
 missing_for_slurm() {
   local program missing=()
@@ -121,41 +124,25 @@ missing_for_slurm() {
   printf '%s' "${missing[*]}"
 }
 
-ensure_slurm() {
-  local missing
-  missing=$(missing_for_slurm)
+# ensure GROUP MISSING PACKAGE...: install Debian's packages where the function MISSING names programs, this is root and there is apt.
+ensure() {
+  local group=$1 missing_for=$2 missing
+  shift 2
+  missing=$("$missing_for")
   if [ -z "$missing" ]; then
-    say "Slurm is installed: $(PATH=$PATH:/usr/sbin:/sbin slurmd -V)"
+    say "ready for the $group group"
   elif [ "$(id -u)" -ne 0 ] || ! have apt-get; then
-    say "not installed: $missing (this needs root on Debian; the slurm group will not run)"
+    say "not installed: $missing (this needs root on Debian; the $group group will not run)"
   else
-    say "not installed: $missing; installing Debian's slurm-wlm, munge and iproute2"
+    say "not installed: $missing; installing Debian's $*"
     apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 >/dev/null
-    missing=$(missing_for_slurm)
-    [ -z "$missing" ] || fail "after apt-get install slurm-wlm munge iproute2 these are still missing: $missing"
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+    missing=$("$missing_for")
+    [ -z "$missing" ] || fail "after apt-get install $* these are still missing: $missing"
   fi
 }
-
-# --- a browser, for the tests of the plan's page ----------------------------------------------------------------------
 
 missing_for_browser() { have chromium || have chromium-browser || have google-chrome || printf 'chromium'; }
-
-ensure_browser() {
-  local missing
-  missing=$(missing_for_browser)
-  if [ -z "$missing" ]; then
-    say "Chromium is installed"
-  elif [ "$(id -u)" -ne 0 ] || ! have apt-get; then
-    say "not installed: $missing (this needs root on Debian; the browser group will not run)"
-  else
-    say "not installed: $missing; installing Debian's chromium and a font"
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null
-    missing=$(missing_for_browser)
-    [ -z "$missing" ] || fail "after apt-get install chromium it is still not on PATH"
-  fi
-}
 
 # --- the test command -------------------------------------------------------------------------------------------------
 
@@ -204,7 +191,7 @@ run_tests() {
   elif [ -n "${CI:-}" ]; then
     FAILED+=("slurm: CI must be able to run it, and these are not installed: $missing")
   else
-    not_run "slurm" "not installed: $missing. Debian: apt-get install --no-install-recommends slurm-wlm munge iproute2"
+    not_run "slurm" "not installed: $missing. Debian: apt-get install --no-install-recommends ${SLURM_PACKAGES[*]}"
   fi
 
   missing=$(missing_for_browser)
@@ -213,7 +200,7 @@ run_tests() {
   elif [ -n "${CI:-}" ]; then
     FAILED+=("browser: CI must be able to run it, and this is not installed: $missing")
   else
-    not_run "browser" "not installed: $missing. Debian: apt-get install --no-install-recommends chromium fonts-dejavu-core"
+    not_run "browser" "not installed: $missing. Debian: apt-get install --no-install-recommends ${BROWSER_PACKAGES[*]}"
   fi
 
   if ! has_tests tests/gpu; then
@@ -265,8 +252,8 @@ main() {
       use_venv .venv
       section "set-up"
       ensure_venv login cpu torch test package
-      ensure_slurm
-      ensure_browser
+      ensure slurm missing_for_slurm "${SLURM_PACKAGES[@]}"
+      ensure browser missing_for_browser "${BROWSER_PACKAGES[@]}"
       run_tests
       report
       ;;

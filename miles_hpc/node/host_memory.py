@@ -8,20 +8,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from miles_hpc.node.memory import memory_cgroups
 from miles_hpc.run.samples import HostMemory
 
 _STATUS_KEYS = (b"RssAnon:", b"RssFile:", b"RssShmem:", b"VmLck:", b"VmPin:")
 
 
 @dataclass(frozen=True, slots=True)
-class JobCgroup:
-    """The memory cgroup of a whole Slurm job on this node, all its steps together."""
+class MemoryCgroup:
+    """A memory cgroup and the version of its files."""
 
     folder: Path
     version: int
 
     def read(self) -> HostMemory:
-        """Return what the cgroup holds now.
+        """Return what the cgroup and those below it hold now.
 
         Both kernels count shared memory among the file pages; here it is apart.
 
@@ -50,27 +51,14 @@ class JobCgroup:
 
 def find_job_cgroup(
     job_id: str, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> JobCgroup | None:
+) -> MemoryCgroup | None:
     """Return the cgroup that Slurm made for job `job_id` on this node, or None where memory is not kept by job.
 
     A step's own cgroup would leave the other steps out, and a cgroup shared with other work would count it in.
     """
-    for line in _lines(proc / "self" / "cgroup"):
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            alone = (cgroups / "cgroup.controllers").exists()
-            root, version = (cgroups if alone else cgroups / "unified"), 2
-        elif "memory" in controllers.split(","):
-            root, version = cgroups / "memory", 1
-        else:
-            continue
-        parts = path.strip("/").split("/")
-        if f"job_{job_id}" not in parts:
-            continue
-        folder = root.joinpath(*parts[: parts.index(f"job_{job_id}") + 1])
-        if (folder / "memory.stat").is_file():
-            return JobCgroup(folder=folder, version=version)
+    for folder, version in memory_cgroups(proc, cgroups):
+        if folder.name == f"job_{job_id}" and (folder / "memory.stat").is_file():
+            return MemoryCgroup(folder=folder, version=version)
     return None
 
 
@@ -160,10 +148,3 @@ def _bytes_of(path: str) -> bytes | None:
         return None
     finally:
         os.close(descriptor)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

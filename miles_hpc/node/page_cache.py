@@ -10,11 +10,13 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_hpc.filesystem import resident_bytes_of
 from miles_hpc.node.context import NodeContext
+from miles_hpc.node.host_memory import MemoryCgroup
 from miles_hpc.node.memory import memory_cgroups
 from miles_hpc.run.events import Kind
 
@@ -159,25 +161,17 @@ def cgroup_file_bytes(
 
     The job's cgroup where Slurm made one, else the innermost with a count. Memory file systems are left out: their pages
     are counted as page cache too, and cannot be dropped.
-
-    Source: "memory.stat" in the kernel's cgroup v2 guide and in that of v1.
     """
     found = [
-        (folder, version)
+        MemoryCgroup(folder=folder, version=version)
         for folder, version in memory_cgroups(proc, cgroups)
         if (folder / "memory.stat").exists()
     ]
     # Stable: the innermost stays first among those that are no job's.
-    found.sort(key=lambda entry: not entry[0].name.startswith("job_"))
-    for folder, version in found:
-        cache, shmem = ("file", "shmem") if version == 2 else ("total_cache", "total_shmem")
-        try:
-            lines = (folder / "memory.stat").read_text().splitlines()
-        except OSError:
-            continue
-        counts = {name: int(value) for name, value in map(str.split, lines)}
-        if cache in counts:
-            return max(counts[cache] - counts.get(shmem, 0), 0), str(folder / "memory.stat")
+    found.sort(key=lambda cgroup: not cgroup.folder.name.startswith("job_"))
+    for cgroup in found:
+        with suppress(OSError):
+            return cgroup.read().file, str(cgroup.folder / "memory.stat")
     return None
 
 

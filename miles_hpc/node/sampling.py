@@ -17,7 +17,7 @@ from miles_hpc.errors import NodeError
 from miles_hpc.filesystem import free_bytes
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.gpu_memory import GpuReader, GpuUse, open_gpus
-from miles_hpc.node.host_memory import JobCgroup, OwnProcesses, find_job_cgroup, sum_processes
+from miles_hpc.node.host_memory import MemoryCgroup, OwnProcesses, find_job_cgroup, sum_processes
 from miles_hpc.node.memory_alarm import Alarm, AlarmJudge
 from miles_hpc.node.page_cache import load_roots, measured_drop
 from miles_hpc.node.teardown import NodeResources
@@ -55,7 +55,7 @@ class Pace:
 class MemoryReader:
     """Reads host, GPU and scratch, each at its own pace; what is not due keeps its last figure."""
 
-    cgroup: JobCgroup | None
+    cgroup: MemoryCgroup | None
     processes: OwnProcesses
     gpus: GpuReader | None
     resources: NodeResources

@@ -4,13 +4,14 @@ Each process appends whole lines to its node's own file (appends from several ho
 head alone merges them. Knows the closed set of kinds, not what leads to them.
 """
 
-import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import cast
+
+from miles_hpc.run.json_lines import append_json_line, read_json_lines
 
 FieldValue = str | int | float | bool | None | list[str] | list[int] | list[float]
 
@@ -53,27 +54,12 @@ class EventLog:
 
     def append(self, kind: Kind, /, **fields: FieldValue) -> None:
         """Append one event, stamped now, by a single write; raises OSError when the file cannot be written."""
-        event = {"time_s": time.time(), "node": self.node, "kind": kind.value, **fields}
-        line = json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n"
-        descriptor = os.open(
-            self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        stamp = {"time_s": time.time(), "node": self.node, "kind": kind.value}
+        append_json_line(self.path, {**stamp, **fields})
 
 
 def read_events(path: Path) -> Iterator[dict[str, FieldValue]]:
     """Yield the events of a file, oldest first; a half-written last line is left out."""
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "kind" in event:
-            yield event
+    for event in read_json_lines(path):
+        if "kind" in event:
+            yield cast("dict[str, FieldValue]", event)

@@ -4,12 +4,12 @@ A line is written when a figure has moved notably, so the figures of a line hold
 how the figures are read and not what was planned.
 """
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
+
+from miles_hpc.run.json_lines import append_json_line, read_json_lines
 
 NOTABLE_BYTES = 16 << 20
 NOTABLE_FRACTION = 0.01
@@ -95,27 +95,16 @@ class SampleLog:
             and not sample.is_notably_different(last)
         ):
             return False
-        line = json.dumps(asdict(sample), separators=(",", ":")) + "\n"
-        descriptor = os.open(
-            self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        append_json_line(self.path, asdict(sample))
         self._last = sample
         return True
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
     """Yield the samples of a file, oldest first; a half-written or foreign line is left out."""
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return
-    for line in lines:
+    for found in read_json_lines(path):
+        raw = cast("dict[str, Any]", found)
         try:
-            raw = json.loads(line)
             yield Sample(
                 time_s=float(raw["time_s"]),
                 host=HostMemory(**raw["host"]),

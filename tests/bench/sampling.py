@@ -17,18 +17,18 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from miles_hpc.node.gpu_memory import open_gpus
-from miles_hpc.node.host_memory import JobCgroup, OwnProcesses
+from miles_hpc.node.host_memory import MemoryCgroup, OwnProcesses
 from miles_hpc.node.sampling import MemoryReader
 from miles_hpc.run.samples import SampleLog
 
 CHILD = "import sys, threading; [threading.Thread(target=sys.stdin.read).start() for _ in range(8)]"
 
 
-def here() -> JobCgroup | None:
+def here() -> MemoryCgroup | None:
     """Return a memory cgroup of this machine, whoever's it is: reading it costs the same."""
     for folder, version in (("/sys/fs/cgroup/memory", 1), ("/sys/fs/cgroup", 2)):
         if (Path(folder) / "memory.stat").is_file():
-            return JobCgroup(folder=Path(folder), version=version)
+            return MemoryCgroup(folder=Path(folder), version=version)
     return None
 
 

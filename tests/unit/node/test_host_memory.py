@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from miles_hpc.node.host_memory import JobCgroup, OwnProcesses, find_job_cgroup, sum_processes
+from miles_hpc.node.host_memory import MemoryCgroup, OwnProcesses, find_job_cgroup, sum_processes
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -94,7 +94,7 @@ def test_without_a_memory_cgroup_of_the_jobs_own_there_is_none(tmp_path, members
 
 def test_a_cgroup_that_is_gone_says_so(tmp_path):
     with pytest.raises(OSError, match=r"memory\.stat"):
-        JobCgroup(folder=tmp_path, version=2).read()
+        MemoryCgroup(folder=tmp_path, version=2).read()
 
 
 def write_process(proc, pid: int, parent: int, **sizes_kib: int) -> None:
