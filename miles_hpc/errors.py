@@ -9,6 +9,7 @@
       NodeError              [11]  Ray or NCCL did not come up in time: who was missing
       DriverError            [12]  the driver died: its exit code or signal, and the path of its log
       ResumeError            [13]  the run folder cannot be resumed or is in use: what is missing or who holds it
+      TimeLimitError         [14]  job.time_limit ended the attempt and no further one follows: why, and what was saved
 
 A message has four parts: where - what was found - what was expected - what to do. This module knows no other module.
 """
@@ -68,6 +69,12 @@ class ResumeError(MilesHpcError):
     """The run folder cannot be continued, or another live job is using it."""
 
     exit_code = 13
+
+
+class TimeLimitError(MilesHpcError):
+    """The time limit ended the attempt, and the job does not go on by itself."""
+
+    exit_code = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

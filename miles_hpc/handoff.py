@@ -102,6 +102,20 @@ class MemoryAlarm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTrigger:
+    """How this engine's driver is asked to save and stop.
+
+    Attributes:
+        path: the file whose appearance asks it, with placeholders as in `driver_argv`.
+        done: "exit" when the driver saves and ends by itself with `run.save_request.DRIVER_EXIT_CODE`; "removed" when it
+            removes the file once it has saved and goes on, so that the agent ends it.
+    """
+
+    path: str
+    done: Literal["exit", "removed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Handoff:
     """What one job's node agents are told; equal on every node.
 
@@ -128,6 +142,11 @@ class Handoff:
         ready_deadline_s / stop_grace_s: the agent's deadlines.
         secrets: the driver's secrets by name; None when it has none.
         dashboard: start Ray's dashboard on the head node's loopback interface.
+        save_trigger: None for a driver that cannot be asked to save.
+        time_limit_s: longest run time of an attempt; Slurm's own word on the end comes before it.
+        save_grace_s / save_before_limit_s: the spec's; None means: from the measured steps and saves.
+        needed_paths: model and data files that every node must see.
+        doctor: check the nodes and end; no Ray, no driver.
     """
 
     run_dir: str
@@ -153,6 +172,12 @@ class Handoff:
     memory_alarm: MemoryAlarm | None = None
     secrets: SecretSource | None = None
     dashboard: bool = False
+    save_trigger: SaveTrigger | None = None
+    time_limit_s: float | None = None
+    save_grace_s: float | None = None
+    save_before_limit_s: float | None = None
+    needed_paths: tuple[str, ...] = ()
+    doctor: bool = False
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -220,8 +245,12 @@ def read_handoff(path: Path) -> Handoff:
                 if raw.get("memory_alarm") is None
                 else MemoryAlarm(**raw["memory_alarm"]),
                 "secrets": _secret_source(raw.get("secrets")),
+                "save_trigger": None
+                if raw.get("save_trigger") is None
+                else SaveTrigger(**raw["save_trigger"]),
                 "driver_argv": tuple(raw["driver_argv"]),
                 "page_cache_roots": tuple(raw["page_cache_roots"]),
+                "needed_paths": tuple(raw.get("needed_paths", ())),
             }
         )
     except (KeyError, TypeError) as error:

@@ -35,6 +35,11 @@ class AttemptDir:
         return self.root / "verdict.json"
 
     @property
+    def doctor(self) -> Path:
+        """doctor.json: what `miles-hpc doctor` found on all nodes; its schema is `run.node_report.DoctorReport`."""
+        return self.root / "doctor.json"
+
+    @property
     def driver_log(self) -> Path:
         """driver.log: stdout and stderr of the driver."""
         return self.root / "driver.log"
@@ -43,6 +48,11 @@ class AttemptDir:
     def rendezvous(self) -> Path:
         """rendezvous/: small files by which the nodes of one attempt find each other."""
         return self.root / "rendezvous"
+
+    @property
+    def save_request(self) -> Path:
+        """requests/save_and_stop.json: the driver shall save and stop; its schema is `run.save_request.SaveRequest`."""
+        return self.root / "requests" / "save_and_stop.json"
 
     def node_log(self, node: str) -> Path:
         """NODE.log: the agent's own log and what its Ray processes print."""

@@ -4,6 +4,7 @@ Knows Slurm's and submitit's variables and the argv of `scontrol` and `squeue`; 
 missing or contradicts another raises: a guessed node index would start two heads.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Literal
 
 from miles_hpc.errors import Fault, PreflightError
 from miles_hpc.process import run_short
+from miles_hpc.units import parse_seconds
 
 # A slurmctld under load answers late; its own client time-out (MessageTimeout) is 10 s by default.
 _QUESTION_TIMEOUT_S = 30.0
@@ -173,6 +175,38 @@ def ask_node_address(node: str) -> str | None:
 def job_state_argv(job_id: str) -> tuple[str, ...]:
     """Return the command that prints the state of one job; squeue, since accounting may be disabled."""
     return ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job_id}")
+
+
+def time_left_argv(job_id: str) -> tuple[str, ...]:
+    """Return the command that prints how much of its time limit one job has left."""
+    return ("squeue", "--noheader", "--format=%L", f"--jobs={job_id}")
+
+
+def job_end_s(job_id: str, environ: Mapping[str, str]) -> float | None:
+    """Return when (seconds since the epoch) Slurm will end this job for its time limit; None when it does not say.
+
+    Source: "OUTPUT ENVIRONMENT VARIABLES" of the sbatch manual; older versions do not set the variable.
+    """
+    told = environ.get("SLURM_JOB_END_TIME", "")
+    if told.isdecimal() and int(told) > 0:
+        return float(told)
+    asked_s = time.time()
+    done = run_short(time_left_argv(job_id), timeout_s=_QUESTION_TIMEOUT_S)
+    try:
+        return asked_s + parse_seconds(done.stdout.strip()) if done.ok else None
+    except ValueError:  # UNLIMITED, NOT_SET, INVALID
+        return None
+
+
+def requeue_argv(job_id: str) -> tuple[str, ...]:
+    """Return the command that sends one job back to the queue."""
+    return ("scontrol", "requeue", job_id)
+
+
+def requeue_refusal(job_id: str) -> str | None:
+    """Send a job, which may be this process's own, back to the queue; return why Slurm refused, or None."""
+    done = run_short(requeue_argv(job_id), timeout_s=_QUESTION_TIMEOUT_S)
+    return None if done.ok else done.describe()
 
 
 def is_job_live(job_id: str, cluster: Literal["slurm", "local"]) -> bool:

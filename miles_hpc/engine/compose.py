@@ -12,6 +12,7 @@ from miles_hpc.engine import miles, native
 from miles_hpc.engine.miles_flag_rules import FLAG_RULE_CHECKS
 from miles_hpc.engine.miles_flags import FLAG_CHECKS
 from miles_hpc.errors import PlanError
+from miles_hpc.handoff import SaveTrigger
 from miles_hpc.paths import RunDir
 from miles_hpc.plan.engine_sizes import ENGINE_SIZE_CHECKS
 from miles_hpc.plan.environ import make_environment
@@ -229,6 +230,11 @@ def page_cache_roots(spec: JobSpec, run_dir: Path) -> tuple[str, ...]:
         return (str(RunDir(run_dir).cache),)
     folders = (model.hf_checkpoint, model.megatron_checkpoint, model.rollout_checkpoint)
     return tuple(dict.fromkeys(str(folder) for folder in folders if folder is not None))
+
+
+def save_trigger(spec: JobSpec) -> SaveTrigger:
+    """Return how the driver of the spec's engine is asked to save and stop."""
+    return miles.SAVE_TRIGGER if spec.job.engine == "miles" else native.SAVE_TRIGGER
 
 
 def _driver_argv(spec: JobSpec, python: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ environment, and cannot be submitted.
 from collections.abc import Iterator
 
 from miles_hpc.engine.miles_flags import Flags
+from miles_hpc.handoff import SaveTrigger
 from miles_hpc.plan.batch import longest_sample_tokens
 from miles_hpc.plan.findings import Check, Verdict
 from miles_hpc.plan.memory import EngineTraits
@@ -19,6 +20,11 @@ NOTE = "This version plans jobs of the miles engine but cannot drive them yet: d
 _MILES = "radixark/miles 31f1ca961"
 DENSE_ATTENTION_TOKENS = 4096
 _SCORE_BYTES = 6
+SAVE_TRIGGER = SaveTrigger(path="{attempt_dir}/requests/miles_save", done="removed")
+"""The file of --save-trigger-sentinel: Miles saves synchronously after the step in which it appears, removes it and goes on.
+
+Source: radixark/miles 31f1ca961 train.py, miles/utils/arguments.py.
+"""
 _REVISIONS_WITHOUT_ACTOR_COPY = ("18bce68cb", "57b381de5")
 """Head and merge of pull request 2488: under LoRA the sleeping trainer's own backup serves the weight update too."""
 

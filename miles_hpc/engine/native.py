@@ -5,12 +5,17 @@ Knows nothing of how it trains; that is `miles_hpc.trainer`, which this package 
 
 from collections.abc import Iterator
 
+from miles_hpc.handoff import SaveTrigger
 from miles_hpc.plan.findings import Check, Verdict
 from miles_hpc.plan.memory import EngineTraits
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 
 _SOURCE = "miles_hpc/trainer"
+
+
+SAVE_TRIGGER = SaveTrigger(path="{attempt_dir}/requests/save_and_stop.json", done="exit")
+"""The request itself: the driver reads it at the borders of its phases."""
 
 
 def driver_argv(python: str) -> tuple[str, ...]:

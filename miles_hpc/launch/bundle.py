@@ -8,12 +8,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from miles_hpc.engine.compose import page_cache_roots
+from miles_hpc.engine.compose import page_cache_roots, save_trigger
 from miles_hpc.errors import SubmitError
 from miles_hpc.handoff import Handoff, MemoryAlarm, ScratchRequest, SecretSource, Variable
 from miles_hpc.launch.nccl_pin import make_nccl_pin
@@ -44,15 +45,43 @@ def write_run_folder(
         with _claimed(spec, output) as (root, partial), taken_secrets(spec, root) as secrets:
             run = RunDir(root)
             handoff = make_handoff(spec, plan, run, cluster=cluster, secrets=secrets)
-            _fill(RunDir(partial), loaded, plan, handoff, script=render_sbatch(spec, run, handoff))
-            partial.rename(root)
-            _sync_folder(root.parent)
+            _fill(RunDir(partial), loaded, handoff, script=render_sbatch(spec, run, handoff))
+            write_whole(RunDir(partial).plan, plan.to_json())
+            _publish(partial, root)
     except OSError as error:
-        raise SubmitError(
-            f"run folder: {error}; expected a folder that can be written. "
-            "Set job.run_root (or -o) to a writable folder on a file system that every node sees."
-        ) from error
+        raise _not_writable(error) from error
     return run, handoff
+
+
+def write_doctor_folder(loaded: LoadedSpec, handoff_of: Callable[[RunDir], Handoff]) -> RunDir:
+    """Write a run folder that has no plan, for agents that only check their nodes, and return it.
+
+    Raises:
+        SubmitError: if the folder cannot be written; nothing is left behind.
+    """
+    spec = loaded.spec
+    try:
+        with _claimed(spec, None) as (root, partial):
+            run = RunDir(root)
+            handoff = handoff_of(run)
+            _fill(RunDir(partial), loaded, handoff, script=render_sbatch(spec, run, handoff))
+            _publish(partial, root)
+    except OSError as error:
+        raise _not_writable(error) from error
+    return run
+
+
+def _publish(partial: Path, root: Path) -> None:
+    _sync_folder(partial)
+    partial.rename(root)
+    _sync_folder(root.parent)
+
+
+def _not_writable(error: OSError) -> SubmitError:
+    return SubmitError(
+        f"run folder: {error}; expected a folder that can be written. "
+        "Set job.run_root (or -o) to a writable folder on a file system that every node sees."
+    )
 
 
 def make_handoff(
@@ -64,6 +93,22 @@ def make_handoff(
     secrets: SecretSource | None = None,
 ) -> Handoff:
     """Return what the node agents of the job are told."""
+    return replace(
+        node_handoff(spec, run, cluster=cluster, secrets=secrets),
+        ranks_per_node=plan.layout.ranks_per_node,
+        environment=tuple(
+            Variable(name=entry.name, value=entry.value, scope=entry.scope)
+            for entry in plan.environment
+        ),
+        driver_argv=plan.driver_argv,
+        memory_alarm=_memory_alarm(spec, plan),
+    )
+
+
+def node_handoff(
+    spec: JobSpec, run: RunDir, *, cluster: Cluster, secrets: SecretSource | None = None
+) -> Handoff:
+    """Return what the node agents are told of the nodes alone, before there is a plan."""
     python = spec.cluster.python or Path(sys.executable)
     if "=" in str(python):
         raise SubmitError(
@@ -76,15 +121,12 @@ def make_handoff(
         python=str(python),
         cluster=cluster,
         num_nodes=spec.cluster.num_nodes,
-        ranks_per_node=plan.layout.ranks_per_node,
+        ranks_per_node=1,
         gpus_per_node=spec.cluster.gpus_per_node,
         cpus_per_node=spec.cluster.cpus_per_node,
         memory_bytes=spec.cluster.memory_per_node,
         object_store_bytes=OBJECT_STORE_BYTES[spec.cluster.device],
-        environment=tuple(
-            Variable(name=entry.name, value=entry.value, scope=entry.scope)
-            for entry in plan.environment
-        ),
+        environment=(),
         nccl=make_nccl_pin(spec),
         scratch=ScratchRequest(
             root=None if spec.offload.scratch_root is None else str(spec.offload.scratch_root),
@@ -92,16 +134,28 @@ def make_handoff(
             allow_memory=spec.offload.allow_memory_scratch,
         ),
         interface=spec.network.interface,
-        driver_argv=plan.driver_argv,
+        driver_argv=(),
         page_cache_roots=page_cache_roots(spec, run.root),
         resume=spec.job.resume,
         max_attempts=spec.job.max_attempts,
         ready_deadline_s=spec.agent.ready_deadline,
         stop_grace_s=spec.agent.stop_grace,
-        memory_alarm=_memory_alarm(spec, plan),
         secrets=secrets,
         dashboard=spec.agent.dashboard,
+        needed_paths=needed_paths(spec),
+        save_trigger=save_trigger(spec),
+        time_limit_s=spec.job.time_limit,
+        save_grace_s=spec.agent.save_grace,
+        save_before_limit_s=spec.agent.save_before_limit,
     )
+
+
+def needed_paths(spec: JobSpec) -> tuple[str, ...]:
+    """Return the model and data files of the spec, which every node must see."""
+    model = spec.model
+    folders = (model.hf_checkpoint, model.megatron_checkpoint, model.rollout_checkpoint)
+    named = (*(folders if model.weights == "checkpoint" else ()), spec.data.path)
+    return tuple(dict.fromkeys(str(path) for path in named if path is not None))
 
 
 def remove_run_folder(run: RunDir) -> None:
@@ -117,19 +171,15 @@ def _memory_alarm(spec: JobSpec, plan: Plan) -> MemoryAlarm | None:
     )
 
 
-def _fill(
-    partial: RunDir, loaded: LoadedSpec, plan: Plan, handoff: Handoff, *, script: str
-) -> None:
+def _fill(partial: RunDir, loaded: LoadedSpec, handoff: Handoff, *, script: str) -> None:
     partial.spec.mkdir()
     for name, content in loaded.files.items():
         (partial.spec / name).write_bytes(content)
     _freeze_code(partial.code)
     for folder in (partial.submission, partial.attempts_root, partial.cache, partial.checkpoints):
         folder.mkdir()
-    write_whole(partial.plan, plan.to_json())
     write_whole(partial.handoff, handoff.to_json())
     write_whole(partial.sbatch_script, script)
-    _sync_folder(partial.root)
 
 
 def _freeze_code(target: Path) -> None:

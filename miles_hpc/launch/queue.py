@@ -18,8 +18,11 @@ from miles_hpc.handoff import read_handoff
 from miles_hpc.launch.secret_intake import forget_secrets
 from miles_hpc.paths import RunDir
 from miles_hpc.process import Completed, run_short
-from miles_hpc.run.report import JobReference, QueueView, Status, find_job, report
-from miles_hpc.run.resume import read_object, write_whole
+from miles_hpc.run.events import read_events
+from miles_hpc.run.pace import Pace
+from miles_hpc.run.report import JobReference, QueueView, Status, find_job, head_events, report
+from miles_hpc.run.resume import read_identity, read_object, read_verdict, write_whole
+from miles_hpc.run.save_request import ask_to_save, save_grace_s
 from miles_hpc.slurm import LIVE_STATES
 
 _ASK_TIMEOUT_S = 30.0
@@ -188,11 +191,12 @@ def _pids(belongs: Callable[[Path], bool]) -> Iterator[int]:
             continue
 
 
-def cancel(run: RunDir) -> Status:
+def cancel(run: RunDir, *, save: bool = False) -> Status:
     """End the job of `run` and return its status.
 
     A waiting job goes at once. A running one is asked by SIGTERM to its node agents, which clean up and write the verdict;
-    if they have not done so when their grace is over, it is ended by force.
+    if they have not done so when their grace is over, it is ended by force. With `save` its driver is first asked to save
+    and stop, and has the time that `run.save_request` gives it; a job that has loaded no model has nothing to save.
 
     Raises:
         QueueError: if the run has no job, or the scheduler refuses.
@@ -215,6 +219,11 @@ def cancel(run: RunDir) -> Status:
     has_attempt = now.state in ("RUNNING", "SAVING") or (
         now.state == "STARTING" and now.attempt > 0
     )
+    if save and has_attempt and _save_and_stop(run, job):
+        view = ask(run, job)
+    if view.state not in ("PENDING", "RUNNING"):
+        forget_secrets(run)
+        return status(run)
     if job.cluster == "local":
         _cancel_local(run, job)
     elif view.state == "PENDING" or not has_attempt:
@@ -225,6 +234,26 @@ def cancel(run: RunDir) -> Status:
         _cancel_by_force(run, job)
     forget_secrets(run)
     return status(run)
+
+
+def _save_and_stop(run: RunDir, job: JobReference) -> bool:
+    """Have the driver save and stop; say whether the job has ended by then."""
+    attempt = tuple(run.attempts())[-1]
+    identity = read_identity(attempt)
+    pace = Pace()
+    for event in read_events(head_events(attempt)):
+        pace.note(event)
+    if identity is None or not pace.is_loaded or read_verdict(attempt) is not None:
+        return False
+    try:
+        ask_to_save(attempt, identity.key, "cancel", "miles-hpc cancel --save", replace=True)
+    except OSError as error:
+        raise QueueError(
+            f"{attempt.save_request}: {error}; expected to leave the request to save there. Free space or cancel "
+            f"without saving: miles-hpc cancel {run.root}"
+        ) from error
+    grace_s = save_grace_s(pace, read_handoff(run.handoff).save_grace_s)
+    return _wait_for_end(run, job, grace_s + _grace_s(run))
 
 
 def _grace_s(run: RunDir) -> float:

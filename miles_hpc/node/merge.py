@@ -1,6 +1,6 @@
 """The head's copy of what every node reported: `attempts/N/events-*.jsonl` into the run's `events.jsonl`, while it runs.
 
-Only whole lines are taken, each once. Knows no meaning of an event but `model_loaded`, which the head must pass on.
+Only whole lines are taken, each once. What they say of the driver's pace is `run.pace`'s; no other meaning is known here.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_hpc.run.events import Kind
+from miles_hpc.run.pace import Pace
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class EventMerge:
 
     attempt_root: Path
     target: Path
-    loaded: bool = False
+    pace: Pace = field(default_factory=Pace)
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def run_once(self) -> None:
@@ -52,5 +52,5 @@ class EventMerge:
                 found.append((float(event["time_s"]), line))
             except (ValueError, KeyError, TypeError):
                 continue
-            self.loaded = self.loaded or event.get("kind") == Kind.MODEL_LOADED
+            self.pace.note(event)
         return found

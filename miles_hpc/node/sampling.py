@@ -23,6 +23,7 @@ from miles_hpc.node.page_cache import load_roots, measured_drop
 from miles_hpc.node.teardown import NodeResources
 from miles_hpc.run.events import Kind
 from miles_hpc.run.samples import HostMemory, Sample, SampleLog
+from miles_hpc.run.save_request import ask_to_save
 
 INTERVAL_S = 1.0
 HOST_SHARE, GPU_SHARE, SCRATCH_SHARE = 0.0035, 0.0008, 0.0007
@@ -203,12 +204,24 @@ class Sampler:
         if action == "drop_page_cache":
             self._drop()
         elif action == "stop":
-            self.context.stop.end_because(
-                NodeError(
-                    f'{self.context.node}: {alarm}. agent.on_memory_alarm = "stop" ended the job; it continues from '
-                    "its last complete checkpoint when it is started again. Find what grew with miles-hpc report."
-                )
+            self._stop(f"{self.context.node}: {alarm}")
+
+    def _stop(self, reason: str) -> None:
+        """Have the driver save and stop; before the model is loaded, or where no request can be written, end at once."""
+        if self.context.rendezvous.is_loaded():
+            try:
+                key = self.context.rendezvous.attempt_key
+                ask_to_save(self.context.attempt, key, "memory_alarm", reason)
+            except OSError as error:
+                log.warning("no request to save could be written: %s", error)
+            else:
+                return
+        self.context.stop.end_because(
+            NodeError(
+                f'{reason}. agent.on_memory_alarm = "stop" ended the job; it continues from its last complete checkpoint '
+                "when it is started again. Find what grew with miles-hpc report."
             )
+        )
 
     def _drop(self) -> None:
         found = measured_drop(load_roots(self.context))

@@ -9,15 +9,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_hpc.errors import MilesHpcError, NodeError, PreflightError
+from miles_hpc.errors import MilesHpcError, NodeError, PreflightError, TimeLimitError
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.ray_cluster import HeadStoppedError, NodeFailedError
 from miles_hpc.node.rendezvous import NodeFailure, report_failure_if_possible
+from miles_hpc.node.save_and_stop import StoppedOnRequestError
 from miles_hpc.node.supervise import POLL_S, StopRequestedError
 from miles_hpc.node.teardown import NodeResources, stop_driver, stop_node, wait_for_workers
 from miles_hpc.run.events import Kind
-from miles_hpc.run.resume import Verdict, VerdictState, write_verdict
+from miles_hpc.run.resume import Verdict, VerdictState, spent_attempts, write_verdict
+from miles_hpc.slurm import requeue_refusal
 
 # How long a node that failed waits for the head to say so, before it ends with its own code.
 _VERDICT_WAIT_S = 60.0
@@ -32,12 +34,16 @@ class Outcome:
     state: VerdictState
     exit_code: int
     reason: str
+    spends_attempt: bool = True
 
 
 def judge(context: NodeContext, error: MilesHpcError) -> Outcome:
     """Return the outcome that `error` means, and tell the other nodes of it."""
     if isinstance(error, HeadStoppedError):
         return Outcome(state="COMPLETED", exit_code=0, reason="the head ended the attempt")
+    if isinstance(error, StoppedOnRequestError) and context.stop.signal_name is None:
+        log.warning("%s", error)
+        return judge_stop(context, error)
     # A scheduler that ends a job signals all its processes: what fails then fails because of that.
     cancelled = context.stop.signal_name is not None
     if isinstance(error, NodeFailedError):
@@ -49,6 +55,7 @@ def judge(context: NodeContext, error: MilesHpcError) -> Outcome:
         state="CANCELLED" if cancelled else "FAILED",
         exit_code=StopRequestedError.exit_code if cancelled else error.exit_code,
         reason=reason,
+        spends_attempt=not cancelled,
     )
     log.error("%s", reason)
     with contextlib.suppress(OSError):
@@ -62,6 +69,46 @@ def judge(context: NodeContext, error: MilesHpcError) -> Outcome:
         )
         report_failure_if_possible(context.rendezvous, failure)
     return outcome
+
+
+def judge_stop(context: NodeContext, error: StoppedOnRequestError) -> Outcome:
+    """Return the outcome of an attempt whose driver was asked to save and stop: it depends on who asked."""
+    reason = context.redaction.clean(str(error))
+    if error.request.cause == "cancel":
+        code = StopRequestedError.exit_code
+        return Outcome(state="CANCELLED", exit_code=code, reason=reason, spends_attempt=False)
+    if error.request.cause == "memory_alarm":
+        fix = 'agent.on_memory_alarm = "stop" ended the job. Find what grew with miles-hpc report.'
+        return Outcome(state="FAILED", exit_code=NodeError.exit_code, reason=f"{reason}. {fix}")
+    outcome = Outcome(
+        state="REQUEUED", exit_code=0, reason=reason, spends_attempt=not error.has_progress
+    )
+    why = why_not_again(context, has_progress=error.has_progress)
+    return outcome if why is None else end_of_time(outcome, why)
+
+
+def why_not_again(context: NodeContext, *, has_progress: bool) -> str | None:
+    """Return why a job that the time limit ends does not go back to the queue, or None when it may."""
+    handoff = context.handoff
+    if handoff.resume == "never":
+        return 'job.resume is "never"'
+    if context.identity.cluster == "local":
+        return "the local cluster starts no job again"
+    earlier = (a for a in context.run.attempts() if a.number < context.attempt.number)
+    spent = spent_attempts(earlier) + (0 if has_progress else 1)
+    if spent >= handoff.max_attempts:
+        return f"{spent} attempts have ended without success, of job.max_attempts = {handoff.max_attempts}"
+    return None
+
+
+def end_of_time(outcome: Outcome, why: str) -> Outcome:
+    """Return the outcome of an attempt that the time limit ended and that no further one follows."""
+    return Outcome(
+        state="FAILED",
+        exit_code=TimeLimitError.exit_code,
+        reason=f"{outcome.reason}. The job is not requeued: {why}",
+        spends_attempt=outcome.spends_attempt,
+    )
 
 
 def conclude(
@@ -95,6 +142,11 @@ def conclude(
     )
     merge.run_once()
     record_verdict(context, outcome, driver_code)
+    if outcome.state == "REQUEUED":
+        refusal = requeue_refusal(context.identity.job_id)
+        if refusal is not None:
+            outcome = end_of_time(outcome, refusal)
+            record_verdict(context, outcome, driver_code)
     forget_secrets(context, outcome)
     return outcome.exit_code
 
@@ -103,7 +155,7 @@ def forget_secrets(context: NodeContext, outcome: Outcome) -> None:
     """Remove the secrets stored at submission, unless Slurm may start this job again: requeued, or after a node's fault."""
     source = context.handoff.secrets
     node_faults = (PreflightError.exit_code, NodeError.exit_code)
-    again = outcome.state == "CANCELLED" or outcome.exit_code in node_faults
+    again = outcome.state in ("CANCELLED", "REQUEUED") or outcome.exit_code in node_faults
     if source is None or not source.is_stored or (again and context.handoff.resume == "auto"):
         return
     with contextlib.suppress(OSError):
@@ -118,6 +170,7 @@ def record_verdict(context: NodeContext, outcome: Outcome, driver_code: int | No
         driver_exit_code=driver_code,
         reason=outcome.reason,
         ended_s=time.time(),
+        spends_attempt=outcome.spends_attempt,
     )
     write_verdict(context.attempt, verdict)
 

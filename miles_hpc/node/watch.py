@@ -18,6 +18,7 @@ from miles_hpc.node.ray_cluster import (
     raise_if_ended,
     raise_if_node_failed,
 )
+from miles_hpc.node.save_and_stop import watch_saves
 from miles_hpc.node.supervise import POLL_S, Child, reap_orphans
 
 # A node's own report of why it left says more than Ray's; it comes at most that much later.
@@ -37,14 +38,19 @@ def watch_head(
     """Return when the driver has ended with 0.
 
     Raises:
-        MilesHpcError: if the driver failed, a node left or failed, Ray ended, or a signal asked for the end.
+        MilesHpcError: if the driver failed, a node left or failed, Ray ended, a signal asked for the end, or the driver was
+            asked to save and stop and has done so or had its time.
     """
     driver, ray = children["driver"], children["ray"]
     cache = PageCache(context)
+    saves = watch_saves(context, merge.pace)
     due_s = 0.0
     while True:
         context.stop.raise_if_requested()
         code = driver.poll()
+        if code is not None:
+            merge.run_once()
+            saves.look(code)
         raise_if_node_lost(
             context, membership, wait_s=0.0 if code in (None, 0) else _REPORT_GRACE_S
         )
@@ -56,7 +62,8 @@ def watch_head(
             due_s = time.monotonic() + _HOUSEKEEPING_S
             reap_orphans(tuple(children.values()))
             merge.run_once()
-            if merge.loaded and not context.rendezvous.is_loaded():
+            saves.look(None)
+            if merge.pace.is_loaded and not context.rendezvous.is_loaded():
                 context.rendezvous.announce_loaded()
             cache.drop_when_loaded()
         time.sleep(POLL_S)

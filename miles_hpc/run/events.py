@@ -42,6 +42,8 @@ class Kind(StrEnum):
     MODEL_LOADED = "model_loaded"
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_LOADED = "checkpoint_loaded"
+    SAVE_REQUESTED = "save_requested"
+    STOPPED_ON_REQUEST = "stopped_on_request"
     WARNING = "warning"
 
 

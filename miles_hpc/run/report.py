@@ -113,7 +113,13 @@ def report(run: RunDir, job: JobReference | None, view: QueueView) -> Status:
     number = attempts[-1].number if attempts else 0
     attempt = _attempt_of(attempts, job)
     verdict = None if attempt is None else read_verdict(attempt)
-    if verdict is not None and verdict.state != "REQUEUED":
+    waits_again = (
+        verdict is not None
+        and verdict.state == "CANCELLED"
+        and view.state == "PENDING"
+        and not (job is not None and job.cancel_requested)
+    )
+    if verdict is not None and verdict.state != "REQUEUED" and not waits_again:
         return _status(run, job, number, _judged(verdict, job, view), verdict)
     return _status(run, job, number, _without_verdict(run, job, view, attempt, verdict), verdict)
 

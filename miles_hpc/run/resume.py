@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -55,6 +55,8 @@ class Verdict:
         exit_code: the head agent's own exit code, which is the job's.
         driver_exit_code: what the driver returned, negative for a signal; None when it never ran.
         reason: one line for a person.
+        spends_attempt: the attempt counts against job.max_attempts. One that was preempted, or that the time limit ended
+            after it had saved something new, does not.
     """
 
     state: VerdictState
@@ -62,6 +64,7 @@ class Verdict:
     driver_exit_code: int | None
     reason: str
     ended_s: float
+    spends_attempt: bool = True
 
 
 def attempt_key(job_id: str, restart_count: int) -> str:
@@ -173,9 +176,11 @@ def _take(
                     f'{run.root}: found attempt {earlier[-1].number}; expected none, since job.resume is "never". '
                     "Submit the spec again into a new run folder."
                 )
-            if number > max_attempts:
+            spent = spent_attempts(earlier)
+            if spent >= max_attempts:
                 raise ResumeError(
-                    f"{run.root}: attempt {number} would be one more than job.max_attempts = {max_attempts}. "
+                    f"{run.root}: {spent} attempts have ended without success; expected fewer than "
+                    f"job.max_attempts = {max_attempts}. "
                     "Read the attempts' reasons (miles-hpc status), then submit the spec again with a larger job.max_attempts."
                 )
             attempt = run.attempt(number)
@@ -189,6 +194,12 @@ def _take(
             return attempt
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def spent_attempts(attempts: Iterable[AttemptDir]) -> int:
+    """Return how many of `attempts` count against job.max_attempts; one that left no verdict does."""
+    verdicts = (read_verdict(attempt) for attempt in attempts)
+    return sum(verdict is None or verdict.spends_attempt for verdict in verdicts)
 
 
 def _refuse_unless_free(

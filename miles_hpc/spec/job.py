@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from miles_hpc.spec.agent import AgentTable
 from miles_hpc.spec.fields import (
-    Deadline,
     Duration,
     FilePath,
     Interface,
@@ -311,23 +311,6 @@ class SecretsTable(Table):
     """Names of the variables, such as ["WANDB_API_KEY"]."""
     file: SubmitPath | None = None
     """File of `NAME=value` lines, mode 0600, that the head node reads when it starts the driver. Left out, the values are taken from the environment of `submit` or `render`."""
-
-
-class AgentTable(Table):
-    """[agent]: deadlines of the node agent, and its memory alarm."""
-
-    ready_deadline: Deadline = Seconds(300.0)
-    """Longest time until every node has joined the Ray cluster; then the job fails and names who is missing."""
-    placement_deadline: Deadline = Seconds(600.0)
-    """Longest time until the driver's actors are placed and loaded."""
-    stop_grace: Duration = Seconds(20.0)
-    """Time that a child process has between SIGTERM and SIGKILL at teardown."""
-    dashboard: bool = False
-    """Start Ray's dashboard on the head node, on loopback and behind the job's token, for `miles-hpc attach`; needs ray[default] there."""
-    memory_alarm: PositiveSize | None = None
-    """Host memory of a node above which the agent writes a `memory_alarm` event; left out, the plan's figure."""
-    on_memory_alarm: Literal["warn", "drop_page_cache", "stop"] = "warn"
-    """What it does besides: nothing, drop the page cache of the checkpoint files (`offload.drop_page_cache`), or end the job, which continues from its last complete checkpoint when it is started again."""
 
 
 class NativeTable(Table):

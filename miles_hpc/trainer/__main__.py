@@ -1,7 +1,7 @@
 """The native engine's driver: `python -m miles_hpc.trainer RUN_DIR`, started by the head node's agent.
 
-Reads plan.json and the agent's environment, starts the actors, runs the loop. Exit code 0 when all steps are done, 12 with one
-line on stderr when something failed, 143 after SIGTERM.
+Reads plan.json and the agent's environment, starts the actors, runs the loop. Exit code 0 when all steps are done, 75 when
+it saved and stopped on request, 12 with one line on stderr when something failed, 143 after SIGTERM.
 """
 
 import logging
@@ -14,6 +14,7 @@ import ray
 
 from miles_hpc.errors import MilesHpcError
 from miles_hpc.paths import RunDir
+from miles_hpc.run.save_request import DRIVER_EXIT_CODE
 from miles_hpc.trainer.inputs import read_environ, read_plan
 
 _log = logging.getLogger("miles_hpc.trainer")
@@ -30,24 +31,27 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"error: driver: found arguments {argv}; expected one RUN_DIR.\n")
         return 2
     try:
-        _drive(RunDir(Path(argv[0]).resolve()))
+        is_done = _drive(RunDir(Path(argv[0]).resolve()))
     except MilesHpcError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     finally:
         ray.shutdown()
-    return 0
+    return 0 if is_done else DRIVER_EXIT_CODE
 
 
-def _drive(run: RunDir) -> None:
+def _drive(run: RunDir) -> bool:
+    """Return whether the run's last step is done; it is not after a request to save and stop."""
     import os
 
     from miles_hpc.trainer.data import TaskData, make_tasks
     from miles_hpc.trainer.loop import Trainer, adapter_config
     from miles_hpc.trainer.startup import connect, start_actors
+    from miles_hpc.trainer.stop_request import read_stop_requests
 
     planned = read_plan(run)
     environ = read_environ(os.environ)
+    stop = read_stop_requests(environ.attempt_dir)
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     # What the spec alone can get wrong is found before anything is placed.
     adapter_config(planned.spec)
@@ -57,7 +61,10 @@ def _drive(run: RunDir) -> None:
     signal.signal(signal.SIGTERM, _terminate)
     actors = start_actors(run, planned, environ)
     data = TaskData(planned.spec, tasks, actors.model_dir)
-    Trainer(run=run, spec=planned.spec, actors=actors, data=data, events=environ.events).train()
+    trainer = Trainer(
+        run=run, spec=planned.spec, actors=actors, data=data, events=environ.events, stop=stop
+    )
+    return trainer.train()
 
 
 def _terminate(number: int, _: FrameType | None) -> None:

@@ -5,7 +5,7 @@ Knows Ray's errors, not what the actors compute.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from miles_hpc.errors import DriverError, MilesHpcError
 
 _log = logging.getLogger(__name__)
 
+_LOOK_S = 1.0
+_KILL_DEADLINE_S = 30.0
 _COLLECT_S = 2.0
 """After a first failure, time given to the others to fail too: with collectives the first report is often not the cause."""
 
@@ -38,14 +40,26 @@ class Fleet:
 
     members: tuple[Member, ...]
 
+    def end(self) -> None:
+        """End every member at once, whatever it is doing; returns when they are gone, so that their memory is free."""
+        for member in self.members:
+            ray.kill(member.handle)
+        pings = [member.handle.__ray_ready__.remote() for member in self.members]
+        ray.wait(pings, num_returns=len(pings), timeout=_KILL_DEADLINE_S)
+
     def call(self, method: str, *args: object, deadline_s: float) -> list[Any]:
         """Call `method` of every member with the same arguments; return the results in the members' order."""
         return self.call_each(method, [args] * len(self.members), deadline_s=deadline_s)
 
     def call_each(
-        self, method: str, arguments: Sequence[tuple[object, ...]], *, deadline_s: float
+        self,
+        method: str,
+        arguments: Sequence[tuple[object, ...]],
+        *,
+        deadline_s: float,
+        look: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Call `method` of every member with its own arguments.
+        """Call `method` of every member with its own arguments; what `look` raises meanwhile abandons the results.
 
         Raises:
             DriverError: if a member dies, raises or does not answer before the deadline.
@@ -54,13 +68,18 @@ class Fleet:
             member.handle.call.remote(method, *args)
             for member, args in zip(self.members, arguments, strict=True)
         ]
-        return await_results(method, self.members, references, deadline_s=deadline_s)
+        return await_results(method, self.members, references, deadline_s=deadline_s, look=look)
 
 
 def await_results(
-    what: str, members: Sequence[Member], references: Sequence[Any], *, deadline_s: float
+    what: str,
+    members: Sequence[Member],
+    references: Sequence[Any],
+    *,
+    deadline_s: float,
+    look: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """Return the values of `references`, one for each member, in order.
+    """Return the values of `references`, one for each member, in order; `look` is called every second until then.
 
     Raises:
         DriverError: if a member dies, raises or does not answer before the deadline; all failures seen are named.
@@ -71,9 +90,10 @@ def await_results(
     results: dict[Any, Any] = {}
     failures: list[str] = []
     while pending:
+        look()
         left_s = max(0.0, ends - time.monotonic())
-        ready, pending = ray.wait(pending, timeout=left_s)
-        if not ready:
+        ready, pending = ray.wait(pending, timeout=min(left_s, _LOOK_S))
+        if not ready and left_s <= _LOOK_S:
             break
         for reference in ready:
             try:

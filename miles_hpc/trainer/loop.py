@@ -3,6 +3,10 @@
     rollout (trainer asleep) -> reward -> trainer onload -> old logprobs -> agreement check -> update(s) -> adapter export
     -> save? -> trainer offload -> weight sync
 
+A request to save and stop is looked for at the borders of the phases and while samples are made. Before the step's first
+update the step is abandoned, since the run draws it again alike; from there on it is finished. Then the state is saved,
+unless the newest checkpoint holds it.
+
 Knows the order of things and what is told about them in events; every part of the work is another module's.
 """
 
@@ -23,15 +27,17 @@ from miles_hpc.trainer.data import Question, TaskData
 from miles_hpc.trainer.metrics import PhaseClock, StepCounts, step_fields, time_left_s
 from miles_hpc.trainer.reward import Reward, reward_response
 from miles_hpc.trainer.rollout import AdapterConfig, PeftState, Sampling, split_prompts
-from miles_hpc.trainer.samples import Sample, TrainSample
+from miles_hpc.trainer.samples import Sample, TrainSample, train_samples
 from miles_hpc.trainer.saves import (
     begin_save,
     complete_save,
     export_adapter,
     find_saved,
     prune_saves,
+    remove_unfinished,
 )
 from miles_hpc.trainer.startup import Actors, native_table, precision
+from miles_hpc.trainer.stop_request import StopAskedError, StopRequests
 from miles_hpc.trainer.weight_sync import sync_weights
 
 _log = logging.getLogger(__name__)
@@ -50,28 +56,61 @@ class Trainer:
     actors: Actors
     data: TaskData
     events: EventLog
+    stop: StopRequests
+    done: int = 0
     step_seconds: list[float] = field(default_factory=list)
+    _is_asleep: bool = False
 
     @property
     def deadline_s(self) -> float:
         """Longest time of one phase."""
         return float(native_table(self.spec).phase_deadline)
 
-    def train(self) -> None:
-        """Run from the newest complete checkpoint, or from the start, to the last step."""
-        done = self._resume()
-        if done >= self.spec.train.num_steps:
+    def train(self) -> bool:
+        """Run from the newest complete checkpoint, or from the start; return whether the last step is done.
+
+        It is not when a request to save and stop came first.
+        """
+        self.done = self._resume()
+        for step in remove_unfinished(self.run.checkpoints):
+            _log.info("removed what an interrupted save left of step %d", step)
+        if self.done >= self.spec.train.num_steps:
             _log.info(
-                "step %d of %d is already saved; nothing is left", done, self.spec.train.num_steps
+                "step %d of %d is already saved; nothing is left",
+                self.done,
+                self.spec.train.num_steps,
             )
-            return
-        state = self._adapter()
-        self._offload(done)
-        self._sync(state, done)
-        for step in range(done + 1, self.spec.train.num_steps + 1):
-            self._step(step)
+            return True
+        try:
+            self._run_steps()
+        except StopAskedError:
+            self._save_and_stop()
+            return False
         self.actors.trainers.call("close", deadline_s=self.deadline_s)
         self.actors.engines.call("close", deadline_s=self.deadline_s)
+        return True
+
+    def _run_steps(self) -> None:
+        self.stop.raise_if_asked()
+        state = self._adapter()
+        self._offload(self.done)
+        self._sync(state, self.done)
+        for step in range(self.done + 1, self.spec.train.num_steps + 1):
+            self.stop.raise_if_asked()
+            self._step(step)
+
+    def _save_and_stop(self) -> None:
+        """Save the state after step `done`, unless it is saved already or is the one that every run begins with."""
+        saved = find_saved(self.run.checkpoints)
+        is_new = self.done > 0 and (not saved or saved[-1].step != self.done)
+        if is_new:
+            if self._is_asleep:
+                # They hold the memory that the trainer needs, and may be in the middle of an abandoned rollout.
+                self.actors.engines.end()
+                self._wake_trainers(self.done)
+            self._save(self.done, self._adapter())
+        self.events.append(Kind.STOPPED_ON_REQUEST, step=self.done, saved=is_new)
+        _log.warning("stopped on request after step %d", self.done)
 
     def _resume(self) -> int:
         """Return the number of steps that the restored state has behind it."""
@@ -96,26 +135,32 @@ class Trainer:
         with clock.measure("rollout"):
             questions, samples = self._rollout(step)
         rewards = self._reward(questions, samples)
-        self._phase("train", step)
+        self.stop.raise_if_asked()
+        self._phase("handoff", step)
         with clock.measure("onload"):
             self._onload(step)
+        self._phase("train", step)
         with clock.measure("logprobs"):
             old, agreement = self._old_logprobs(samples, step)
+        self.stop.raise_if_asked()
         advantages = group_advantages(
             [reward.value for reward in rewards],
             [sample.group for sample in samples],
             normalise=self.spec.train.normalise_advantages,
         )
         with clock.measure("update"):
-            report = self._update(_train_samples(samples, old, advantages))
+            report = self._update(train_samples(samples, old, advantages))
             state = self._adapter()
-        if self._is_save_due(step):
+        self.done = step
+        is_asked = self.stop.asked() is not None
+        if is_asked or self._is_save_due(step):
             with clock.measure("save"):
                 self._save(step, state)
-        with clock.measure("offload"):
-            self._offload(step)
-        with clock.measure("weight_sync"):
-            self._sync(state, step)
+        if not is_asked:
+            with clock.measure("offload"):
+                self._offload(step)
+            with clock.measure("weight_sync"):
+                self._sync(state, step)
         counts = StepCounts(
             rewards=[reward.value for reward in rewards],
             scores=[reward.score for reward in rewards],
@@ -146,7 +191,10 @@ class Trainer:
             [question.prompt for question in prompts.questions], len(engines.members)
         )
         parts = engines.call_each(
-            "generate", [(share, sampling) for share in shares], deadline_s=self.deadline_s
+            "generate",
+            [(share, sampling) for share in shares],
+            deadline_s=self.deadline_s,
+            look=self.stop.raise_if_asked,
         )
         return prompts.questions, [sample for part in parts for sample in part]
 
@@ -224,15 +272,21 @@ class Trainer:
 
     def _offload(self, step: int) -> None:
         if self.spec.offload.train != "none":
+            self._phase("handoff", step)
             reports = self.actors.trainers.call("offload", deadline_s=self.deadline_s)
+            self._is_asleep = True
             self._tell(Kind.OFFLOAD, self.actors.trainers, reports, step)
 
     def _onload(self, step: int) -> None:
         if self.spec.offload.rollout != "none":
             reports = self.actors.engines.call("sleep", deadline_s=self.deadline_s)
             self._tell(Kind.OFFLOAD, self.actors.engines, reports, step)
+        self._wake_trainers(step)
+
+    def _wake_trainers(self, step: int) -> None:
         if self.spec.offload.train != "none":
             reports = self.actors.trainers.call("onload", deadline_s=self.deadline_s)
+            self._is_asleep = False
             self._tell(Kind.ONLOAD, self.actors.trainers, reports, step)
 
     def _sync(self, state: PeftState, version: int) -> None:
@@ -318,20 +372,6 @@ def adapter_config(spec: JobSpec) -> AdapterConfig:
     return AdapterConfig(
         rank=spec.lora.rank, alpha=spec.lora.alpha, target_modules=spec.lora.target_modules
     )
-
-
-def _train_samples(
-    samples: Sequence[Sample], old: Sequence[Sequence[float]], advantages: Sequence[float]
-) -> list[TrainSample]:
-    return [
-        TrainSample(
-            prompt_ids=sample.prompt_ids,
-            response_ids=sample.response_ids,
-            old_logprobs=tuple(logprobs),
-            advantage=advantage,
-        )
-        for sample, logprobs, advantage in zip(samples, old, advantages, strict=True)
-    ]
 
 
 def _count_zero_groups(samples: Sequence[Sample], advantages: Sequence[float]) -> int:

@@ -3,6 +3,7 @@
 Plain values that travel between the driver, the rollout engines and the trainer ranks. Knows no tensor and no model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -38,3 +39,18 @@ class TrainSample:
     response_ids: tuple[int, ...]
     old_logprobs: tuple[float, ...]
     advantage: float
+
+
+def train_samples(
+    samples: Sequence[Sample], old: Sequence[Sequence[float]], advantages: Sequence[float]
+) -> list[TrainSample]:
+    """Return what the trainer learns from: each sample with its old logprobs and its advantage."""
+    return [
+        TrainSample(
+            prompt_ids=sample.prompt_ids,
+            response_ids=sample.response_ids,
+            old_logprobs=tuple(logprobs),
+            advantage=advantage,
+        )
+        for sample, logprobs, advantage in zip(samples, old, advantages, strict=True)
+    ]

@@ -40,8 +40,7 @@ def find_saved(checkpoints: Path) -> tuple[SavedStep, ...]:
 def begin_save(checkpoints: Path, step: int) -> Path:
     """Return an empty folder for `step`; what an interrupted save or an abandoned attempt left there is removed."""
     folder = checkpoints / f"step-{step}"
-    (folder / COMPLETE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
     folder.mkdir(parents=True)
     return folder
 
@@ -68,9 +67,30 @@ def prune_saves(checkpoints: Path, keep: int) -> tuple[int, ...]:
     """
     removed = find_saved(checkpoints)[:-keep]
     for saved in removed:
-        (saved.folder / COMPLETE).unlink()
-        shutil.rmtree(saved.folder, ignore_errors=True)
+        _remove(saved.folder)
     return tuple(saved.step for saved in removed)
+
+
+def remove_unfinished(checkpoints: Path) -> tuple[int, ...]:
+    """Remove the folders that an interrupted save or removal left, and return their steps; only while nothing saves."""
+    complete = {saved.folder for saved in find_saved(checkpoints)}
+    found = {
+        int(match[1]): entry
+        for entry in checkpoints.glob("step-*")
+        if (match := _NAME.fullmatch(entry.name)) and entry not in complete and entry.is_dir()
+    }
+    for folder in found.values():
+        _remove(folder)
+    return tuple(sorted(found))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; its marker is gone from the disk before any of its files is."""
+    marker = folder / COMPLETE
+    if marker.exists():
+        marker.unlink()
+        _sync(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def export_adapter(folder: Path, state: PeftState, config: AdapterConfig, base: str) -> None:

@@ -50,7 +50,12 @@ def test_the_errors_page_draws_the_same_tree_and_explains_each_class():
     assert sections == {cls.__name__: str(cls.exit_code) for cls in error_classes()}
 
 
-AGENT_CONTROL = {"HeadStoppedError", "NodeFailedError", "StopRequestedError"}
+AGENT_CONTROL = {
+    "HeadStoppedError",
+    "NodeFailedError",
+    "StoppedOnRequestError",
+    "StopRequestedError",
+}
 """How an attempt of a node agent ends; the verdict turns each into a state, so they have no place in the tree."""
 
 

@@ -15,6 +15,8 @@ import pytest
 from miles_hpc.paths import RunDir, packaged
 from miles_hpc.plan.layout import make_layout, make_rollout_layout
 from miles_hpc.run.events import read_events
+from miles_hpc.run.resume import Identity
+from miles_hpc.run.save_request import DRIVER_EXIT_CODE, ask_to_save
 from miles_hpc.spec.load import load_spec
 from tests.flow.local_ray import LocalRay, local_ray
 
@@ -53,6 +55,10 @@ def make_run(root: Path, *overrides: str) -> RunDir:
 def start_driver(cluster: LocalRay, run: RunDir, attempt: int) -> subprocess.Popen[bytes]:
     folder = run.attempt(attempt)
     folder.root.mkdir(parents=True)
+    identity = Identity(
+        job_id="7", restart_count=attempt - 1, cluster="local", head_node="local0", started_s=0.0
+    )
+    folder.identity.write_text(json.dumps(dataclasses.asdict(identity)))
     environ = {
         **cluster.environ,
         "MILES_HPC_RUN_DIR": str(run.root),
@@ -246,6 +252,52 @@ def test_sigterm_ends_the_driver_quickly(cluster, tmp_path):
     finally:
         driver.kill()
         driver.wait()
+
+
+def ask(run: RunDir, attempt: int) -> None:
+    ask_to_save(run.attempt(attempt), f"7-{attempt - 1}", "cancel", "asked by a test")
+
+
+def test_a_driver_that_is_asked_saves_the_step_it_has_and_the_next_continues(cluster, tmp_path):
+    run = make_run(tmp_path / "run", "train.num_steps=500", "checkpoint.save_interval=400")
+    driver = start_driver(cluster, run, 1)
+    try:
+        wait_for_step(run, driver, 2)
+        ask(run, 1)
+        assert driver.wait(timeout=DRIVER_DEADLINE_S) == DRIVER_EXIT_CODE
+    finally:
+        driver.kill()
+        driver.wait()
+    log = run.attempt(1).driver_log.read_text()
+    [stopped] = events(run, 1, "stopped_on_request")
+    steps = [event["step"] for event in events(run, 1, "step")]
+    assert stopped["saved"] is True, log
+    assert steps == list(range(1, stopped["step"] + 1))
+    assert [entry.name for entry in run.checkpoints.iterdir()] == [f"step-{stopped['step']}"]
+    half = run.checkpoints / "step-499"
+    half.mkdir()
+    (half / "rank.pt").touch()
+    driver = start_driver(cluster, run, 2)
+    try:
+        ask(run, 2)
+        assert driver.wait(timeout=DRIVER_DEADLINE_S) == DRIVER_EXIT_CODE
+    finally:
+        driver.kill()
+        driver.wait()
+    # Asked before its first step, it has nothing new to save.
+    [again] = events(run, 2, "stopped_on_request")
+    assert (again["step"], again["saved"]) == (stopped["step"], False)
+    assert events(run, 2, "step") == []
+    assert events(run, 2, "checkpoint_loaded")[0]["step"] == stopped["step"]
+    assert not half.exists()
+
+
+def test_an_order_of_phases_that_the_report_can_hold_against_the_plan(finished):
+    phases = [(event["phase"], event["step"]) for event in events(finished, 1, "phase")]
+    start = phases.index(("rollout", 2))
+    assert phases[start : start + 6] == [
+        ("rollout", 2), ("handoff", 2), ("train", 2), ("save", 2), ("handoff", 2), ("weight_sync", 2),
+    ]  # fmt: skip
 
 
 def test_a_cluster_too_small_for_the_bundles_is_refused_with_the_arithmetic(cluster, tmp_path):

@@ -85,11 +85,12 @@ def submit(
     *,
     on_node: dict[str, str] | None = None,
     started: Path | None = None,
+    options: str = "",
     **environ: str,
 ) -> str:
     """Submit one agent a node and return the job id.
 
-    `on_node` replaces the command of single nodes; the batch script writes the time of its first line to `started`.
+    `on_node` replaces the command of single nodes; `options` are further ones of sbatch; the batch script writes the time of its first line to `started`.
     """
     handoff = handoff_of(run)
     cases = "".join(f"  {node}) exec {command} ;;\n" for node, command in (on_node or {}).items())
@@ -102,7 +103,8 @@ def submit(
     output = shlex.quote(f"--output={run.submission}/%j_%t_log.out")
     clock = f"date +%s.%N > {shlex.quote(str(started))}\n" if started else ""
     script.write_text(
-        f"#!/bin/bash\n#SBATCH --nodes={handoff.num_nodes} --ntasks-per-node=1 --cpus-per-task=1 --mem=500\n"
+        f"#!/bin/bash\n#SBATCH --nodes={handoff.num_nodes} --ntasks-per-node=1 --cpus-per-task=1 --mem=500 "
+        f"{options}\n"
         f"#SBATCH --open-mode=append {batch_output}\n{clock}"
         f"exec srun --kill-on-bad-exit=0 --unbuffered --open-mode=append {output} "
         f"bash {shlex.quote(str(task))}\n"

@@ -1,12 +1,20 @@
 """Who a node is, from the variables of Slurm and submitit; a contradiction is never settled by a guess."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from miles_hpc.errors import PreflightError
-from miles_hpc.slurm import expand_nodelist, identify_node, is_job_live, parse_node_address
+from miles_hpc.slurm import (
+    expand_nodelist,
+    identify_node,
+    is_job_live,
+    job_end_s,
+    parse_node_address,
+    requeue_refusal,
+)
 
 
 @pytest.fixture
@@ -106,3 +114,46 @@ def test_a_job_is_dead_only_when_slurm_says_so(tmp_path, monkeypatch, script, li
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert is_job_live("71", "slurm") is live
+
+
+def fake_program(folder: Path, name: str, script: str, monkeypatch) -> None:
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+def test_slurms_own_variable_tells_when_the_job_ends(tmp_path, monkeypatch):
+    fake_program(tmp_path, "squeue", "exit 1", monkeypatch)
+    assert job_end_s("71", {"SLURM_JOB_END_TIME": "1764820000"}) == 1764820000.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "left_s"),
+    [
+        ("echo 1:30", 90),
+        ("echo 2:00:00", 7200),
+        ("echo 1-00:00:00", 86400),
+        ("echo UNLIMITED", None),
+        ("echo INVALID", None),
+        ("true", None),
+        ("echo 1:30; exit 1", None),
+    ],
+)
+def test_an_older_slurm_is_asked_for_the_time_that_is_left(tmp_path, monkeypatch, answer, left_s):
+    fake_program(tmp_path, "squeue", answer, monkeypatch)
+    before_s = time.time()
+    end_s = job_end_s("71", {})
+    if left_s is None:
+        assert end_s is None
+    else:
+        assert end_s is not None
+        assert before_s + left_s <= end_s <= time.time() + left_s
+
+
+def test_a_requeue_passes_on_why_slurm_refused(tmp_path, monkeypatch):
+    fake_program(
+        tmp_path, "scontrol", 'test "$*" = "requeue 71" || { echo no >&2; exit 1; }', monkeypatch
+    )
+    assert requeue_refusal("71") is None
+    assert "no" in (requeue_refusal("72") or "")

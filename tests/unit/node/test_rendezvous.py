@@ -71,7 +71,7 @@ def test_the_driver_having_loaded_is_noticed(tmp_path):
     log = EventLog(attempt / "events-n1.jsonl", "n1")
     log.append(Kind.PHASE, phase="load")
     merge.run_once()
-    assert not merge.loaded
+    assert not merge.pace.is_loaded
     log.append(Kind.MODEL_LOADED, seconds=1.0)
     merge.run_once()
-    assert merge.loaded
+    assert merge.pace.is_loaded

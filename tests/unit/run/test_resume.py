@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from miles_hpc.run.resume import (
     read_identity,
     read_verdict,
     refused_reason,
+    spent_attempts,
     wait_for_attempt,
     write_verdict,
     write_whole,
@@ -104,6 +106,24 @@ def test_attempts_are_counted(run):
     take(run, identity("7", 1), max_attempts=2)
     with pytest.raises(ResumeError, match="max_attempts = 2"):
         take(run, identity("7", 2), max_attempts=2)
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "REQUEUED"])
+def test_an_attempt_that_was_preempted_or_went_on_in_time_is_not_counted(run, state):
+    for restart in range(3):
+        attempt = take(run, identity("7", restart), max_attempts=1)
+        write_verdict(attempt, replace(verdict(state, 0), spends_attempt=False))
+    write_verdict(take(run, identity("7", 3), max_attempts=1), verdict("FAILED"))
+    with pytest.raises(ResumeError, match="1 attempts have ended without success"):
+        take(run, identity("7", 4), max_attempts=1)
+
+
+def test_a_verdict_of_an_older_version_counts(run):
+    attempt = take(run, identity())
+    attempt.verdict.write_text(
+        '{"state": "CANCELLED", "exit_code": 1, "driver_exit_code": null, "reason": "", "ended_s": 1}'
+    )
+    assert spent_attempts([attempt]) == 1
 
 
 def test_a_second_step_of_one_allocation_is_refused(run):

@@ -12,6 +12,7 @@ from miles_hpc.trainer.saves import (
     export_adapter,
     find_saved,
     prune_saves,
+    remove_unfinished,
 )
 
 
@@ -68,6 +69,18 @@ def test_pruning_keeps_the_newest_and_leaves_unfinished_folders_alone(tmp_path):
     assert [saved.step for saved in find_saved(tmp_path)] == [3, 4]
     assert unfinished.is_dir()
     assert prune_saves(tmp_path, keep=2) == ()
+
+
+def test_what_interrupted_saves_and_removals_left_is_removed_later(tmp_path):
+    save(tmp_path, 1)
+    begin_save(tmp_path, 2)
+    half_marked = save(tmp_path, 3)
+    (half_marked / COMPLETE).rename(half_marked / f".{COMPLETE}")
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "step-9").write_text("a file")
+    assert remove_unfinished(tmp_path) == (2, 3)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-1", "step-9", "step-x"]
+    assert remove_unfinished(tmp_path / "absent") == ()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
