@@ -32,6 +32,7 @@ _ASK_INTERVAL_S = 0.5
 _WAITING_STATES = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 )
+_ENDED = ("ENDED", "GONE")
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 
 
@@ -219,9 +220,10 @@ def cancel(run: RunDir, *, save: bool = False) -> Status:
     has_attempt = now.state in ("RUNNING", "SAVING") or (
         now.state == "STARTING" and now.attempt > 0
     )
-    if save and has_attempt and _save_and_stop(run, job):
+    if save and has_attempt:
+        _save_and_stop(run, job)
         view = ask(run, job)
-    if view.state not in ("PENDING", "RUNNING"):
+    if view.state in _ENDED:
         forget_secrets(run)
         return status(run)
     if job.cluster == "local":
@@ -236,15 +238,15 @@ def cancel(run: RunDir, *, save: bool = False) -> Status:
     return status(run)
 
 
-def _save_and_stop(run: RunDir, job: JobReference) -> bool:
-    """Have the driver save and stop; say whether the job has ended by then."""
+def _save_and_stop(run: RunDir, job: JobReference) -> None:
+    """Have the driver save and stop; return when the job has left its nodes or the driver has had its time."""
     attempt = tuple(run.attempts())[-1]
     identity = read_identity(attempt)
     pace = Pace()
     for event in read_events(head_events(attempt)):
         pace.note(event)
     if identity is None or not pace.is_loaded or read_verdict(attempt) is not None:
-        return False
+        return
     try:
         ask_to_save(attempt, identity.key, "cancel", "miles-hpc cancel --save", replace=True)
     except OSError as error:
@@ -253,7 +255,7 @@ def _save_and_stop(run: RunDir, job: JobReference) -> bool:
             f"without saving: miles-hpc cancel {run.root}"
         ) from error
     grace_s = save_grace_s(pace, read_handoff(run.handoff).save_grace_s)
-    return _wait_for_end(run, job, grace_s + _grace_s(run))
+    _wait_for_end(run, job, grace_s + _grace_s(run), ends=(*_ENDED, "PENDING"))
 
 
 def _grace_s(run: RunDir) -> float:
@@ -267,13 +269,15 @@ def _mark_cancelled(run: RunDir) -> None:
         write_whole(run.job, json.dumps(details, indent=2, sort_keys=True) + "\n")
 
 
-def _wait_for_end(run: RunDir, job: JobReference, timeout_s: float) -> bool:
-    """Return whether the scheduler has seen the end of `job` within `timeout_s`."""
+def _wait_for_end(
+    run: RunDir, job: JobReference, timeout_s: float, *, ends: tuple[str, ...] = _ENDED
+) -> bool:
+    """Return whether the scheduler has seen the end of `job`, or another state of `ends`, within `timeout_s`."""
     end_s = time.monotonic() + timeout_s
     ask_s = 0.0
     while time.monotonic() < end_s:
         if time.monotonic() >= ask_s:
-            if ask(run, job).state in ("ENDED", "GONE"):
+            if ask(run, job).state in ends:
                 return True
             ask_s = time.monotonic() + _ASK_INTERVAL_S
         time.sleep(_POLL_S)

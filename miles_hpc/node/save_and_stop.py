@@ -24,7 +24,6 @@ from miles_hpc.run.save_request import (
     ask_to_save,
     read_save_request,
     save_grace_s,
-    step_of,
 )
 from miles_hpc.slurm import job_end_s
 
@@ -43,7 +42,7 @@ class StoppedOnRequestError(MilesHpcError):
         super().__init__(f"{request.reason}; {ending}")
         self.request = request
         self.has_progress = has_progress
-        """A checkpoint stands that the attempt did not begin from."""
+        """The attempt has made the newest checkpoint itself."""
 
 
 @dataclass(slots=True)
@@ -52,13 +51,11 @@ class SaveWatch:
 
     Attributes:
         end_s: when the time limit ends the job, in seconds since the epoch; None when nobody says.
-        began_step: the newest complete checkpoint before the driver started.
     """
 
     context: NodeContext
     pace: Pace
     end_s: float | None
-    began_step: int
     _is_asked: bool = False
     _due_s: float = 0.0
     _grace_s: float = 0.0
@@ -136,9 +133,17 @@ class SaveWatch:
     def _is_removed(self) -> bool:
         return self._trigger is not None and not self._trigger.exists()
 
+    def _is_of_this_attempt(self, checkpoint: Path) -> bool:
+        """Compare two times of the run folder's own file system, so no node's clock matters."""
+        try:
+            made = (checkpoint / "COMPLETE").stat().st_mtime_ns
+            return made > self.context.attempt.identity.stat().st_mtime_ns
+        except OSError:
+            return False
+
     def _ended(self, request: SaveRequest, how: str) -> StoppedOnRequestError:
         newest = latest_checkpoint(self.context.run)
-        gained = step_of(newest) > self.began_step
+        gained = newest is not None and self._is_of_this_attempt(newest)
         if newest is None:
             kept = "there is no complete checkpoint"
         elif gained:
@@ -156,12 +161,7 @@ def watch_saves(context: NodeContext, pace: Pace) -> SaveWatch:
             Kind.WARNING,
             message="nothing says when the time limit ends this job; the driver is not asked to save before it",
         )
-    return SaveWatch(
-        context=context,
-        pace=pace,
-        end_s=end_s,
-        began_step=step_of(latest_checkpoint(context.run)),
-    )
+    return SaveWatch(context=context, pace=pace, end_s=end_s)
 
 
 def _end_of_job(context: NodeContext) -> float | None:

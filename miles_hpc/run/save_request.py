@@ -9,7 +9,6 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 from miles_hpc.paths import AttemptDir
@@ -80,8 +79,3 @@ def save_grace_s(pace: Pace, asked_for_s: float | None) -> float:
     if pace.longest_step_s is None:
         return _UNMEASURED_GRACE_S
     return max(_LEAST_GRACE_S, 2 * (pace.longest_step_s + (pace.longest_save_s or 0.0)))
-
-
-def step_of(checkpoint: Path | None) -> int:
-    """Return how many steps `checkpoint` (a folder step-N) has behind it; 0 for none."""
-    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))

@@ -11,7 +11,9 @@ import pytest
 
 from miles_hpc.errors import QueueError
 from miles_hpc.launch.queue import EndWatch, ask, cancel, open_run, process_start_ticks, status
+from miles_hpc.run.events import Kind
 from miles_hpc.run.report import find_job
+from miles_hpc.run.save_request import read_save_request
 from tests.fakes.recipes import verdict
 
 FAILED_RECORD = (
@@ -130,6 +132,57 @@ def test_a_job_that_does_not_heed_the_signal_is_ended_by_force(fake_slurm, make_
         ["--signal=TERM", "4100"],
         ["4100"],
     ]
+
+
+LOADED = ((Kind.MODEL_LOADED, {}),)
+
+
+def test_cancel_with_save_asks_the_driver_first_and_signals_nobody_when_that_ends_it(
+    fake_slurm, make_run
+):
+    run = make_run(None, events=LOADED)
+    fake_slurm.answer("squeue", stdout="RUNNING None\n")
+    fake_slurm.answer("squeue", stdout="FAILED None\n")
+    fake_slurm.answer("scontrol", stdout=FAILED_RECORD)
+    assert cancel(run, save=True).state == "CANCELLED"
+    request = read_save_request(run.attempt(1), "4100-0")
+    assert request is not None
+    assert request.cause == "cancel"
+    assert fake_slurm.calls("scancel") == []
+
+
+def test_cancel_with_save_of_a_job_that_went_back_to_the_queue_takes_it_from_there(
+    fake_slurm, make_run
+):
+    run = make_run(None, events=LOADED)
+    fake_slurm.answer("squeue", stdout="RUNNING None\n")
+    fake_slurm.answer("squeue", stdout="PENDING BeginTime\n")
+    cancel(run, save=True)
+    assert [call["argv"] for call in fake_slurm.calls("scancel")] == [["4100"]]
+
+
+def test_cancel_with_save_of_a_driver_that_does_not_answer_is_a_cancel(
+    fake_slurm, make_run, monkeypatch
+):
+    monkeypatch.setattr("miles_hpc.launch.queue._CANCEL_MARGIN_S", -39.5)
+    monkeypatch.setattr("miles_hpc.launch.queue.save_grace_s", lambda pace, asked_s: 0.5)
+    fake_slurm.answer("squeue", stdout="RUNNING None\n")
+    cancel(make_run(None, events=LOADED), save=True)
+    assert [call["argv"] for call in fake_slurm.calls("scancel")] == [
+        ["--signal=TERM", "4100"],
+        ["4100"],
+    ]
+
+
+def test_cancel_with_save_does_not_ask_before_the_model_is_loaded(fake_slurm, make_run):
+    run = make_run(None)
+    fake_slurm.answer("squeue", stdout="RUNNING None\n")
+    fake_slurm.answer("squeue", stdout="RUNNING None\n")
+    fake_slurm.answer("squeue", stdout="FAILED None\n")
+    fake_slurm.answer("scontrol", stdout=FAILED_RECORD)
+    cancel(run, save=True)
+    assert not run.attempt(1).save_request.exists()
+    assert [call["argv"] for call in fake_slurm.calls("scancel")] == [["--signal=TERM", "4100"]]
 
 
 def test_an_ended_job_is_left_alone(fake_slurm, make_run):

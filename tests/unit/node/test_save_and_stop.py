@@ -1,5 +1,6 @@
 """When the driver is asked to save, what its answer is, and what the attempt then comes to."""
 
+import os
 import time
 from pathlib import Path
 
@@ -27,11 +28,12 @@ REMOVES = SaveTrigger(path="{attempt_dir}/requests/miles_save", done="removed")
 
 def make(make_context, *, left_s=None, pace=None, **changes):
     context = make_context(**{"save_trigger": EXITS, "max_attempts": 3, **changes})
+    context.attempt.identity.touch()
+    os.utime(context.attempt.identity, (1.0, 1.0))
     watch = SaveWatch(
         context=context,
         pace=pace or Pace(is_loaded=True),
         end_s=None if left_s is None else time.time() + left_s,
-        began_step=0,
     )
     return context, watch
 
@@ -101,6 +103,17 @@ def test_a_driver_that_saved_and_ended_has_answered(make_context):
         "asked by cancel; the driver saved and stopped; the run goes on from step-4"
     )
     assert error.has_progress
+
+
+def test_a_checkpoint_that_was_there_before_is_no_progress(make_context):
+    context, watch = make(make_context)
+    save(context, 4)
+    os.utime(context.run.checkpoints / "step-4" / "COMPLETE", (0.5, 0.5))
+    ask(context)
+    watch.look(None)
+    error = ended(watch, DRIVER_EXIT_CODE)
+    assert "the last complete checkpoint is still step-4" in str(error)
+    assert not error.has_progress
 
 
 def test_the_same_exit_code_without_a_request_means_nothing(make_context):

@@ -98,6 +98,14 @@ def test_a_requeued_attempt_is_not_the_end(make_run, view, state):
     assert state_of(make_run(verdict("REQUEUED")), view).state == state
 
 
+def test_a_preempted_attempt_whose_job_waits_again_is_no_cancelled_run(make_run):
+    waits = QueueView(state="PENDING", word="PENDING", reason="BeginTime")
+    run = make_run(verdict("CANCELLED", 1))
+    assert report(run, find_job(run), waits).state == "REQUEUED"
+    asked = make_run(verdict("CANCELLED", 1), details={"cancel_requested_s": 1.0})
+    assert report(asked, find_job(asked), waits).state == "CANCELLED"
+
+
 def test_a_killed_attempt_that_waits_again_is_requeued(make_run):
     assert state_of(make_run(None), PENDING).state == "REQUEUED"
 
