@@ -7,7 +7,6 @@ Slurm option and no file of a run folder.
 import json
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -15,6 +14,18 @@ import typer
 
 from miles_hpc import __version__
 from miles_hpc.errors import MilesHpcError
+from miles_hpc.launch.options import (
+    AsJson,
+    Cluster,
+    DoctorSpec,
+    Nodes,
+    OnCluster,
+    Overrides,
+    RunPath,
+    SaveFirst,
+    Site,
+    SpecPath,
+)
 from miles_hpc.launch.terminal import printable, status_text
 
 if TYPE_CHECKING:
@@ -26,13 +37,6 @@ if TYPE_CHECKING:
 _DETACHED_EXIT_CODE = 130
 
 
-class Cluster(StrEnum):
-    """Where a job runs."""
-
-    SLURM = "slurm"
-    LOCAL = "local"
-
-
 app = typer.Typer(
     name="miles-hpc",
     help="Take one TOML job spec through a Slurm cluster to a post-trained model.",
@@ -41,25 +45,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="Job spec, a TOML file.")]
-RunPath = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Run folder, as submit and render print it.")
-]
-Site = Annotated[
-    str | None,
-    typer.Option(help="Site profile: a name, or the path of a TOML file.", metavar="NAME"),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Override one key of the spec; may be repeated.", metavar="KEY=VALUE"
-    ),
-]
-OnCluster = Annotated[
-    Cluster, typer.Option(help="Where the job runs: on Slurm, or on this machine.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -181,6 +166,25 @@ def render(
 
 
 @app.command()
+def doctor(
+    spec: DoctorSpec = None,
+    site: Site = None,
+    overrides: Overrides = None,
+    cluster: OnCluster = Cluster.SLURM,
+    nodes: Nodes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check nodes as a job would before its start, and print what each check found and how to mend it."""
+    from miles_hpc.launch.doctor import load_doctor_spec, run_doctor
+
+    local = cluster is Cluster.LOCAL
+    loaded = load_doctor_spec(spec, site=site, overrides=overrides, num_nodes=nodes, local=local)
+    done = run_doctor(loaded, cluster.value, sys.stderr)
+    print(done.text(as_json=as_json))
+    sys.exit(done.exit_code)
+
+
+@app.command()
 def status(run: RunPath, as_json: AsJson = False) -> None:
     """Say what has become of a run."""
     from miles_hpc.launch.queue import open_run
@@ -252,12 +256,12 @@ def attach(
 
 
 @app.command()
-def cancel(run: RunPath, as_json: AsJson = False) -> None:
+def cancel(run: RunPath, save: SaveFirst = False, as_json: AsJson = False) -> None:
     """End a run's job; its nodes clean up first."""
     from miles_hpc.launch.queue import cancel as end_job
     from miles_hpc.launch.queue import open_run
 
-    _print_status(end_job(open_run(run)), as_json=as_json)
+    _print_status(end_job(open_run(run), save=save), as_json=as_json)
 
 
 @app.command()
@@ -350,21 +354,10 @@ def _print_status(now: "Status", *, as_json: bool) -> None:
 
 
 def _wait(run_dir: Path) -> NoReturn:
-    try:
-        from miles_hpc.launch.progress import exit_code_of, wait_for_run
-        from miles_hpc.launch.queue import open_run
+    from miles_hpc.launch.progress import wait_for_exit_code
+    from miles_hpc.launch.queue import open_run
 
-        last = wait_for_run(open_run(run_dir), sys.stderr)
-    except KeyboardInterrupt:
-        print(
-            f"\nThe job goes on. Follow it:  miles-hpc logs -f {run_dir}\n"
-            f"            Cancel it:  miles-hpc cancel {run_dir}",
-            file=sys.stderr,
-        )
-        sys.exit(_DETACHED_EXIT_CODE)
-    if "\n" in last.reason:
-        print(printable(last.reason), file=sys.stderr)
-    sys.exit(exit_code_of(last))
+    sys.exit(wait_for_exit_code(open_run(run_dir), sys.stderr))
 
 
 def main() -> None:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Protocol, TextIO
 
 from miles_hpc.launch.queue import status
+from miles_hpc.launch.terminal import printable
 from miles_hpc.paths import RunDir
 from miles_hpc.run.report import Progress, Status, head_events, read_progress
 from miles_hpc.run.resume import read_verdict
 from miles_hpc.units import format_duration
 
+INTERRUPTED_EXIT_CODE = 130
 _NO_CODE = 1
 _POLL_S = 0.1
 _ASK_INTERVAL_S = 1.0
@@ -88,6 +90,21 @@ class _HeadFile:
         """Say whether the newest attempt has its verdict."""
         attempts = tuple(self._run.attempts())
         return bool(attempts) and read_verdict(attempts[-1]) is not None
+
+
+def wait_for_exit_code(run: RunDir, stream: TextIO) -> int:
+    """Show the progress of `run` on `stream` and return its exit code; Ctrl-C ends the wait and not the job."""
+    try:
+        last = wait_for_run(run, stream)
+    except KeyboardInterrupt:
+        stream.write(
+            f"\nThe job goes on. Follow it:  miles-hpc logs -f {run.root}\n"
+            f"            Cancel it:  miles-hpc cancel {run.root}\n"
+        )
+        return INTERRUPTED_EXIT_CODE
+    if "\n" in last.reason:
+        stream.write(printable(last.reason) + "\n")
+    return exit_code_of(last)
 
 
 def exit_code_of(last: Status) -> int:

@@ -17,6 +17,7 @@ from miles_hpc import __version__
 from miles_hpc.errors import Fault, MilesHpcError, NodeError, PreflightError
 from miles_hpc.handoff import Handoff, read_handoff
 from miles_hpc.node.context import NodeContext
+from miles_hpc.node.doctor import examine
 from miles_hpc.node.environment import (
     driver_environment,
     fill_placeholders,
@@ -26,7 +27,7 @@ from miles_hpc.node.guard import Word
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.nccl import sha256_of
 from miles_hpc.node.network import choose_interface, free_port
-from miles_hpc.node.preflight import NodeFacts, check_clock, check_node
+from miles_hpc.node.preflight import NodeFacts, check_node, compare_nodes, with_other_nodes
 from miles_hpc.node.ray_cluster import (
     Membership,
     RaySettings,
@@ -81,10 +82,14 @@ def run_node(run: RunDir, environ: Mapping[str, str], leave_word: Callable[[Word
     merge = EventMerge(context.attempt.root, run.events)
     try:
         with sampling(context, resources):
-            serve(context, environ, resources, merge)
-        outcome = Outcome(state="COMPLETED", exit_code=0, reason="the driver ended with 0")
+            if handoff.doctor:
+                examine(context, environ)
+            else:
+                serve(context, environ, resources, merge)
+        done = "all nodes are fit" if handoff.doctor else "the driver ended with 0"
+        outcome = Outcome(state="COMPLETED", exit_code=0, reason=done)
     except MilesHpcError as error:
-        outcome = judge(context, error)
+        outcome = judge(context, with_other_nodes(context, error))
     except Exception as error:
         outcome = judge(context, NodeError(f"{context.node}: {type(error).__name__}: {error}"))
         conclude(context, resources, merge, outcome)
@@ -156,7 +161,6 @@ def serve(
     head = None if context.is_head else wait_for_head(context)
     settings = make_settings(context, environ, facts, head, resources)
     if head is not None:
-        check_clock(context, head.time_s)
         resources.ray = start_ray(context, settings, head.address)
         context.events.append(Kind.RAY_STARTED, address=settings.interface.address)
         watch_worker(context, settings, resources.ray, head.address)
@@ -169,6 +173,7 @@ def serve(
     resources.probe = membership.probe
     write_resolved(context, facts, settings, address)
     wait_until_ready(context, settings, resources.ray, membership)
+    compare_nodes(context)
     context.events.append(Kind.CLUSTER_READY, num_nodes=context.handoff.num_nodes)
     run_driver(context, settings, address, resources, membership, merge)
 

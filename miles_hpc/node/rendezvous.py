@@ -1,7 +1,8 @@
 """The small files by which the nodes of one attempt find each other; each appears whole, by an atomic rename.
 
     head.json        the head's Ray address               ray_token   what a process needs to talk to this Ray, mode 0600
-    failed-NODE.json a node that is not fit               loaded      drop the page cache now
+    report-NODE.json what a node's checks found           loaded      drop the page cache now
+    failed-NODE.json a node that cannot go on
     stop.json        the head's verdict: end now          gone-NODE   this node has stopped its Ray
 
 Knows the files, not what their readers do.
@@ -14,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from miles_hpc.run.node_report import NodeReport, read_node_report
 from miles_hpc.run.resume import read_object, write_whole
 
 
@@ -80,6 +82,14 @@ class Rendezvous:
         if raw is None or raw.get("attempt") != self.attempt_key:
             return None
         return HeadAddress(**raw)  # type: ignore[arg-type]
+
+    def write_report(self, report: NodeReport) -> None:
+        """Tell the head what this node's checks found."""
+        write_whole(self.root / f"report-{report.node}.json", report.to_json())
+
+    def report(self, node: str) -> NodeReport | None:
+        """Return what the checks of `node` found, or None while it has not said so."""
+        return read_node_report(self.root / f"report-{node}.json", self.attempt_key)
 
     def report_failure(self, failure: NodeFailure) -> None:
         """Tell the head that this node cannot go on."""

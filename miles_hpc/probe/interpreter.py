@@ -4,6 +4,7 @@ A child, because a broken library would take the agent down with it. It finds Ra
 every start the time of a second import, and `ray start` says the rest.
 
     {"python": "3.11.7", "ray": "2.60.0" or null, "ray_client": bool,
+     "torch": "2.13.0+cu130" or null, "cuda": {"torch": "13.0", "nvidia-nccl-cu13": "13"} as far as it is known,
      "nccl_path": str or null, "nccl_code": int or null, "nccl_error": str}
 """
 
@@ -12,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -43,6 +45,20 @@ def open_nccl(path: Path | None) -> dict[str, object]:
     return {"nccl_path": str(chosen), "nccl_code": code, "nccl_error": error}
 
 
+def find_torch() -> tuple[str | None, str | None]:
+    """Return torch's version and the CUDA it was built for, from its files: importing it takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None, None
+    try:
+        text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return "unknown", None
+    version = re.search(r"^__version__\s*=\s*'([^']+)'", text, re.M)
+    cuda = re.search(r"^cuda\b[^=\n]*=\s*'([^']+)'", text, re.M)
+    return "unknown" if version is None else version[1], None if cuda is None else cuda[1]
+
+
 def inspect(argument: str | None) -> dict[str, object]:
     """Return the whole report; `argument` is the NCCL path, "--no-nccl" or None for the packaged library."""
     found_ray = importlib.util.find_spec("ray") is not None
@@ -53,7 +69,13 @@ def inspect(argument: str | None) -> dict[str, object]:
     nccl: dict[str, object] = {"nccl_path": None, "nccl_code": None, "nccl_error": ""}
     if argument != "--no-nccl":
         nccl = open_nccl(None if argument is None else Path(argument))
+    torch_version, torch_cuda = find_torch()
+    cuda = {} if torch_cuda is None else {"torch": torch_cuda}
+    if argument is None and nccl["nccl_path"] is not None:
+        cuda["nvidia-nccl-cu13"] = "13"
     return {
+        "torch": torch_version,
+        "cuda": cuda,
         "python": platform.python_version(),
         "ray": ray_version,
         "ray_client": importlib.util.find_spec("grpc") is not None,
