@@ -48,13 +48,13 @@ class JobTable(Table):
     engine: Literal["native", "miles"]
     """Trainer back-end: `native` (megatron-core with SGLang or transformers, in this package) or `miles` (drives radixark/miles)."""
     time_limit: TimeLimit
-    """Longest run time of one attempt, as "4h" or any Slurm time form ("30" is 30 minutes, "10:00" ten minutes). Slurm rounds it up to whole minutes."""
+    """Longest run time of one attempt; near its end the driver saves and the job requeues itself. Written as "4h" or any Slurm time form ("30" is 30 minutes, "10:00" ten minutes). Slurm rounds it up to whole minutes."""
     run_root: SubmitPath = Path("runs")
     """Folder, on a file system that every node sees, in which the run folder is made. `~` is expanded and a relative path is taken from the current folder at submission."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a later attempt continues from the last complete checkpoint; "never" also forbids Slurm to requeue the job."""
     max_attempts: Count = 3
-    """Attempts after which the run is given up (`resume = "auto"` only)."""
+    """Attempts without success after which the run is given up (`resume = "auto"` only). One that was preempted, or that `time_limit` ended after it had saved something new, does not count."""
     comment: Line | None = None
     """Free text for Slurm's job comment."""
 
