@@ -97,7 +97,7 @@ def why_not_again(context: NodeContext, *, has_progress: bool) -> str | None:
     earlier = (a for a in context.run.attempts() if a.number < context.attempt.number)
     spent = spent_attempts(earlier) + (0 if has_progress else 1)
     if spent >= handoff.max_attempts:
-        return f"{spent} attempts have ended without success, of job.max_attempts = {handoff.max_attempts}"
+        return f"attempts without success: {spent}, job.max_attempts = {handoff.max_attempts}"
     return None
 
 

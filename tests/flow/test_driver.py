@@ -254,15 +254,30 @@ def test_sigterm_ends_the_driver_quickly(cluster, tmp_path):
         driver.wait()
 
 
+def wait_for_rollout(run: RunDir, driver: subprocess.Popen[bytes], step: int) -> None:
+    ends = time.monotonic() + DRIVER_DEADLINE_S
+    while ("rollout", step) not in [(e["phase"], e["step"]) for e in events(run, 1, "phase")]:
+        assert driver.poll() is None, run.attempt(1).driver_log.read_text()
+        assert time.monotonic() < ends, f"no rollout of step {step}"
+        time.sleep(0.05)
+
+
 def ask(run: RunDir, attempt: int) -> None:
     ask_to_save(run.attempt(attempt), f"7-{attempt - 1}", "cancel", "asked by a test")
 
 
 def test_a_driver_that_is_asked_saves_the_step_it_has_and_the_next_continues(cluster, tmp_path):
-    run = make_run(tmp_path / "run", "train.num_steps=500", "checkpoint.save_interval=400")
+    # Long samples, so that the request comes in the middle of a rollout.
+    settings = (
+        "train.num_steps=50",
+        "checkpoint.save_interval=40",
+        "rollout.max_response_tokens=300",
+    )
+    run = make_run(tmp_path / "run", *settings)
     driver = start_driver(cluster, run, 1)
     try:
-        wait_for_step(run, driver, 2)
+        wait_for_step(run, driver, 1)
+        wait_for_rollout(run, driver, 2)
         ask(run, 1)
         assert driver.wait(timeout=DRIVER_DEADLINE_S) == DRIVER_EXIT_CODE
     finally:
@@ -270,11 +285,12 @@ def test_a_driver_that_is_asked_saves_the_step_it_has_and_the_next_continues(clu
         driver.wait()
     log = run.attempt(1).driver_log.read_text()
     [stopped] = events(run, 1, "stopped_on_request")
-    steps = [event["step"] for event in events(run, 1, "step")]
-    assert stopped["saved"] is True, log
-    assert steps == list(range(1, stopped["step"] + 1))
-    assert [entry.name for entry in run.checkpoints.iterdir()] == [f"step-{stopped['step']}"]
-    half = run.checkpoints / "step-499"
+    assert (stopped["step"], stopped["saved"]) == (1, True), log
+    assert [event["step"] for event in events(run, 1, "step")] == [1]
+    phases = [(event["phase"], event["step"]) for event in events(run, 1, "phase")]
+    assert phases[-2:] == [("rollout", 2), ("save", 1)]
+    assert [entry.name for entry in run.checkpoints.iterdir()] == ["step-1"]
+    half = run.checkpoints / "step-49"
     half.mkdir()
     (half / "rank.pt").touch()
     driver = start_driver(cluster, run, 2)
@@ -286,9 +302,9 @@ def test_a_driver_that_is_asked_saves_the_step_it_has_and_the_next_continues(clu
         driver.wait()
     # Asked before its first step, it has nothing new to save.
     [again] = events(run, 2, "stopped_on_request")
-    assert (again["step"], again["saved"]) == (stopped["step"], False)
+    assert (again["step"], again["saved"]) == (1, False)
     assert events(run, 2, "step") == []
-    assert events(run, 2, "checkpoint_loaded")[0]["step"] == stopped["step"]
+    assert events(run, 2, "checkpoint_loaded")[0]["step"] == 1
     assert not half.exists()
 
 

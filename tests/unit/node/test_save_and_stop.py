@@ -223,7 +223,7 @@ def test_an_attempt_that_gained_nothing_spends_one(make_context):
         (
             {"max_attempts": 1},
             False,
-            "1 attempts have ended without success, of job.max_attempts = 1",
+            "attempts without success: 1, job.max_attempts = 1",
         ),
     ],
 )
