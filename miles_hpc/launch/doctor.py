@@ -62,7 +62,7 @@ def load_doctor_spec(
     added = () if num_nodes is None else (f"cluster.num_nodes={num_nodes}",)
     written = tuple(overrides or ())
     if spec is None and local:
-        added = (*_this_machine(written), *added)
+        added = (*_this_machine(written, num_nodes or 1), *added)
     loaded = load_spec(
         packaged("env") / "doctor.toml" if spec is None else spec,
         site=site,
@@ -76,11 +76,11 @@ def load_doctor_spec(
     return dataclasses.replace(loaded, spec=loaded.spec.model_copy(update={"job": short}))
 
 
-def _this_machine(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what a spec would say of this machine's GPUs, unless the user says it."""
+def _this_machine(overrides: tuple[str, ...], num_nodes: int) -> tuple[str, ...]:
+    """Return what a spec would say of this machine's GPUs, shared by its local nodes, unless the user says it."""
     if any(entry.startswith(("cluster.device", "cluster.gpus_per_node")) for entry in overrides):
         return ()
-    count = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+    count = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*")) // num_nodes
     if count == 0:
         return ('cluster.device="cpu"',)
     return ('cluster.device="gpu"', f"cluster.gpus_per_node={count}")

@@ -26,13 +26,11 @@ class HeadAddress:
     Attributes:
         attempt: key of the execution (job id and restart count) that wrote it.
         address: host:port of Ray's GCS.
-        time_s: the head's clock when it was written.
     """
 
     attempt: str
     node: str
     address: str
-    time_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,7 @@ class Rendezvous:
 
     def publish_head(self, node: str, address: str) -> None:
         """Tell the other nodes where the head's Ray is."""
-        head = HeadAddress(attempt=self.attempt_key, node=node, address=address, time_s=time.time())
+        head = HeadAddress(attempt=self.attempt_key, node=node, address=address)
         self._write("head.json", asdict(head))
 
     def head(self) -> HeadAddress | None:
