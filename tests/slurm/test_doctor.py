@@ -7,8 +7,10 @@ a mount namespace or limits of its own before it starts the interpreter.
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,14 +41,19 @@ BASE = {
 }
 
 
-def doctor(slurm, tmp_path, *arguments, nodes=4, **changes):
-    """Run the command against the rig, with its run folders in `tmp_path`/runs."""
+def doctor_argv(tmp_path, *arguments, nodes=4, **changes) -> list[str]:
+    """Return the command with its run folders in `tmp_path`/runs."""
     (tmp_path / "runs").mkdir(exist_ok=True)
     keys = {**BASE, "job.run_root": str(tmp_path / "runs"), **changes}
     overrides = [f"--set={key}={json.dumps(value)}" for key, value in keys.items()]
     argv = [sys.executable, "-m", "miles_hpc", "doctor", f"--nodes={nodes}"]
+    return [*argv, *overrides, *arguments]
+
+
+def doctor(slurm, tmp_path, *arguments, **changes):
+    """Run the command against the rig to its end."""
     return subprocess.run(
-        [*argv, *overrides, *arguments],
+        doctor_argv(tmp_path, *arguments, **changes),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -191,6 +198,38 @@ def test_a_job_that_slurm_ends_first_says_where_to_look(slurm, tmp_path):
     assert "ended without a report" in done.stderr
     (kept,) = (tmp_path / "runs").iterdir()
     assert str(kept) in done.stderr
+
+
+def test_ctrl_c_ends_the_job_and_leaves_nothing(slurm, tmp_path):
+    python = python_that_differs(tmp_path, n02=f"touch {tmp_path}/running && sleep 100")
+    process = subprocess.Popen(
+        doctor_argv(tmp_path, nodes=2, **{"cluster.python": python}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**slurm.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=tmp_path,
+    )
+    try:
+        end_s = time.monotonic() + 60
+        while not (tmp_path / "running").exists():
+            assert time.monotonic() < end_s
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait(timeout=20)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    job_id = said.split()[1]
+    assert slurm.wait_for_job(job_id)["JobState"] in ("CANCELLED", "FAILED")
+    assert list((tmp_path / "runs").iterdir()) == []
+    end_s = time.monotonic() + 20
+    while processes_below(tmp_path) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    assert processes_below(tmp_path) == []
 
 
 def test_the_verdict_of_a_job_names_the_faults_of_all_nodes(slurm, tmp_path):
