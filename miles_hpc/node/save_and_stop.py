@@ -69,7 +69,10 @@ class SaveWatch:
             return
         if not self._is_asked:
             self._is_asked = True
-            self._pass_on(request)
+            try:
+                self._pass_on(request)
+            except OSError as error:
+                raise self._ended(request, f"the driver could not be asked: {error}") from error
         # What follows is the newest request's: `cancel --save` may have replaced the clock's.
         if driver_code is None and not self.pace.is_loaded:
             raise self._ended(request, "no model was loaded, so there was nothing to save")
@@ -100,7 +103,14 @@ class SaveWatch:
         if left_s > lead_s:
             return
         reason = f"job.time_limit ends in {max(0.0, left_s):.0f} s (asked {lead_s:.0f} s before)"
-        ask_to_save(self.context.attempt, self.context.rendezvous.attempt_key, "time_limit", reason)
+        key = self.context.rendezvous.attempt_key
+        try:
+            ask_to_save(self.context.attempt, key, "time_limit", reason)
+        except OSError as error:
+            unwritten = SaveRequest(
+                attempt=key, cause="time_limit", reason=reason, asked_s=time.time()
+            )
+            raise self._ended(unwritten, f"the driver could not be asked: {error}") from error
 
     def _pass_on(self, request: SaveRequest) -> None:
         self._grace_s = save_grace_s(self.pace, self.context.handoff.save_grace_s)

@@ -183,6 +183,23 @@ def test_a_driver_that_cannot_be_asked_is_ended_at_once(make_context):
     assert "has not done so" in str(ended(watch))
 
 
+@pytest.mark.parametrize("trigger", [EXITS, REMOVES])
+def test_a_request_that_cannot_be_written_ends_the_attempt_and_says_so(make_context, trigger):
+    context, watch = make(make_context, left_s=10.0, time_limit_s=600.0, save_trigger=trigger)
+    (context.attempt.root / "requests").write_text("a file")
+    error = ended(watch)
+    assert error.request.cause == "time_limit"
+    assert "the driver could not be asked" in str(error)
+
+
+def test_a_trigger_that_cannot_be_written_ends_the_attempt_and_says_so(make_context):
+    trigger = SaveTrigger(path="{run_dir}/blocked/miles_save", done="removed")
+    context, watch = make(make_context, save_trigger=trigger)
+    (context.run.root / "blocked").write_text("a file")
+    ask(context)
+    assert "the driver could not be asked" in str(ended(watch))
+
+
 def outcome_of(make_context, cause, *, saves=True, **changes):
     context, watch = make(make_context, **changes)
     ask(context, cause)

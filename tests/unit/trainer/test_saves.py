@@ -1,4 +1,6 @@
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,6 +71,40 @@ def test_pruning_keeps_the_newest_and_leaves_unfinished_folders_alone(tmp_path):
     assert [saved.step for saved in find_saved(tmp_path)] == [3, 4]
     assert unfinished.is_dir()
     assert prune_saves(tmp_path, keep=2) == ()
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Return a list that gets the path of every fsync, with what stood below the folder of the checkpoint then."""
+    calls = []
+    real = os.fsync
+
+    def record(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        folder = path if path.name.startswith("step-") else path.parent
+        calls.append((path.name, sorted(entry.name for entry in folder.rglob("*"))))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return calls
+
+
+def test_the_marker_appears_only_when_everything_else_is_on_the_disk(tmp_path, synced):
+    save(tmp_path, 3)
+    names = [name for name, _ in synced]
+    assert names == ["rank0.pt", "trainer", ".COMPLETE", "step-3", tmp_path.name]
+    assert [COMPLETE in below for _, below in synced] == [False, False, False, True, True]
+
+
+def test_the_marker_is_gone_from_the_disk_before_any_file_of_a_removed_checkpoint_is(
+    tmp_path, synced
+):
+    for step in (1, 2):
+        save(tmp_path, step)
+    synced.clear()
+    prune_saves(tmp_path, keep=1)
+    begin_save(tmp_path, 2)
+    assert synced == [("step-1", ["rank0.pt", "trainer"]), ("step-2", ["rank0.pt", "trainer"])]
 
 
 def test_what_interrupted_saves_and_removals_left_is_removed_later(tmp_path):
