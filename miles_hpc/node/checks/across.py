@@ -90,7 +90,9 @@ def compare_clocks(
     """
     for node, (least_s, most_s) in bounds.items():
         ahead, behind = least_s > CLOCK_SKEW_S, most_s < -CLOCK_SKEW_S
-        found = "no difference that matters"
+        most_apart_s = max(abs(least_s), abs(most_s))
+        is_close = most_apart_s < CLOCK_SKEW_S
+        found = f"within {most_apart_s:.3f} s" if is_close else "no difference that shows"
         if ahead:
             found = f"at least {least_s:.1f} s ahead of the head's"
         if behind:

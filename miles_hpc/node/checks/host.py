@@ -109,7 +109,7 @@ def check_scratch(seen: Observation, handoff: Handoff) -> Iterable[NodeFinding]:
         yield NodeFinding(
             node=seen.node,
             check="scratch",
-            found=str(seen.scratch_root),
+            found=seen.scratch_look,
             expected=f"a local disk with {format_bytes(handoff.scratch.min_free_bytes)} free",
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_hpc.errors import Fault
-from miles_hpc.filesystem import free_bytes
+from miles_hpc.filesystem import describe_path, free_bytes
 from miles_hpc.handoff import Handoff
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.environment import without_foreign_settings
@@ -24,6 +24,7 @@ from miles_hpc.node.scratch import choose_scratch_root
 from miles_hpc.process import Completed, run_short
 from miles_hpc.run.gpu_state import GpuReport, gpu_report_from
 from miles_hpc.secret_store import read_secrets
+from miles_hpc.units import format_bytes
 
 # The first import of an interpreter from a busy network file system takes that long.
 _PROBE_TIMEOUT_S = 120.0
@@ -39,6 +40,7 @@ class Observation:
         interpreter: what the probe of the job's interpreter printed; None when it did not run.
         interpreter_error: why it did not.
         gpus: None for a job without GPUs.
+        scratch_look: what holds `scratch_root`; empty without one.
         visible_gpus: how many GPUs the scheduler gave to this job here, and where that stands.
         memlock_bytes / open_files: hard limits; None is unlimited.
         rdma_devices: names of the InfiniBand or RoCE devices.
@@ -54,6 +56,7 @@ class Observation:
     memory_bytes: int
     memory_source: str
     scratch_root: Path | None
+    scratch_look: str
     scratch_faults: tuple[Fault, ...]
     secret_faults: tuple[Fault, ...]
     run_folder_error: str
@@ -87,6 +90,7 @@ def observe(context: NodeContext, environ: Mapping[str, str]) -> Observation:
         memory_bytes=memory,
         memory_source=memory_source,
         scratch_root=scratch_root,
+        scratch_look="" if scratch_root is None else look_at_disk(scratch_root),
         scratch_faults=scratch_faults,
         secret_faults=secret_faults,
         run_folder_error=_try_to_write(context.rendezvous.root),
@@ -157,6 +161,12 @@ def look_at(path: Path) -> tuple[str | None, str]:
     if not entries:
         return None, "an empty folder"
     return f"{len(entries)} entries, {total_bytes} bytes in its files", ""
+
+
+def look_at_disk(folder: Path) -> str:
+    """Return which file system holds `folder` and what is free there."""
+    mount = describe_path(folder).mount
+    return f"{folder}: {mount.fs_type} on {mount.source}, {format_bytes(free_bytes(folder))} free"
 
 
 def code_digest(code: Path) -> str:

@@ -1,6 +1,7 @@
 """Each check of a node: what it sees in, what it finds out."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def seen():
         memory_bytes=64 * GIB,
         memory_source="MemTotal of the machine",
         scratch_root=Path("/local"),
+        scratch_look="/local: ext4 on /dev/nvme0n1, 900.0 GiB free",
         scratch_faults=(),
         secret_faults=(),
         run_folder_error="",
@@ -217,6 +219,7 @@ def test_observing_this_machine_leaves_nothing_and_finds_it_fit(make_context, tm
     assert sorted(tmp_path.rglob("*")) == before
     assert found.interpreter is not None, found.interpreter_error
     assert found.gpus is None
+    assert re.fullmatch(r"/\S+: \w+ on \S+, \S+ \w+ free", found.scratch_look)
     assert faults_of(check_all(found, context.handoff)) == ()
 
 
@@ -257,11 +260,11 @@ def clock_of(node_clock_s, before_s=100.0, read_s=102.0, ahead=None):
 
 
 def test_a_clock_ahead_or_behind_is_told_as_far_as_it_is_proven():
-    assert clock_of(101.0) == ("ok", "no difference that matters")
+    assert clock_of(101.0) == ("ok", "within 1.000 s")
     assert clock_of(162.0) == ("warning", "at least 60.0 s ahead of the head's")
     assert clock_of(41.0) == ("warning", "at least 59.0 s behind the head's")
     # Stamped between the head's two times as far as anyone can tell.
-    assert clock_of(106.5)[0] == "ok"
+    assert clock_of(106.5) == ("ok", "no difference that shows")
 
 
 def test_an_exchange_with_the_head_is_believed_before_the_stamps():
