@@ -157,7 +157,7 @@ class SaveWatch:
         if newest is None:
             kept = "there is no complete checkpoint"
         elif gained:
-            kept = f"the run goes on from {newest.name}"
+            kept = f"a further attempt continues from {newest.name}"
         else:
             kept = f"the last complete checkpoint is still {newest.name}"
         return StoppedOnRequestError(request, f"{how}; {kept}", has_progress=gained)

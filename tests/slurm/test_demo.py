@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_hpc.paths import RunDir
+from miles_hpc.run.resume import write_whole
 from tests.slurm.jobs import (
     REPOSITORY,
     assert_nothing_left,
@@ -103,4 +104,42 @@ def test_cancel_of_a_training_job_leaves_nothing(slurm, tmp_path):
     assert verdict_of(run).state == "CANCELLED", outputs(run)
     state = json.loads(miles_hpc(slurm, "status", str(run.root), "--json").stdout)["state"]
     assert state == "CANCELLED"
+    assert_nothing_left(run)
+
+
+def test_a_job_longer_than_its_time_limit_saves_requeues_itself_and_goes_on(slurm, tmp_path):
+    settings = (
+        "cluster.memory_per_node=2GiB",
+        f"job.run_root={tmp_path}",
+        'job.time_limit="4min"',
+        "job.max_attempts=1",
+        'agent.save_before_limit="150s"',
+        # More than any machine does in one attempt, and no checkpoint but the one that is asked for.
+        "train.num_steps=100000",
+        "checkpoint.save_interval=50000",
+    )
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = miles_hpc(slurm, "submit", str(SPEC), *words, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    run = RunDir(Path(told["run_dir"]))
+    wait_for(run.attempt(1).verdict.exists, "end of the first attempt", run, timeout_s=300)
+    verdict = verdict_of(run, 1)
+    assert (verdict.state, verdict.driver_exit_code) == ("REQUEUED", 75), outputs(run)
+    events = events_of(run)
+    [stopped] = [event["step"] for event in events if event["kind"] == "stopped_on_request"]
+    assert f"a further attempt continues from step-{stopped}" in verdict.reason
+    assert stopped >= 1
+    # The second attempt shall be the last, on a machine of any speed.
+    plan = json.loads(run.plan.read_text())
+    plan["spec"]["train"]["num_steps"] = stopped + 3
+    write_whole(run.plan, json.dumps(plan))
+    record = slurm.wait_for_job(told["job_id"], timeout_s=300)
+    assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "1"), outputs(run)
+    assert verdict_of(run, 2).state == "COMPLETED"
+    events = events_of(run)
+    loaded = [event["step"] for event in events if event["kind"] == "checkpoint_loaded"]
+    steps = [event["step"] for event in events if event["kind"] == "step"]
+    assert loaded == [stopped]
+    assert steps == list(range(1, stopped + 4))
     assert_nothing_left(run)

@@ -92,7 +92,7 @@ def test_before_the_limit_the_job_saves_requeues_itself_and_goes_on(slurm, tmp_p
     first = verdict_of(run, 1)
     assert (first.state, first.exit_code, first.driver_exit_code) == ("REQUEUED", 0, 75)
     assert "job.time_limit ends in" in first.reason
-    assert "the run goes on from step-1" in first.reason
+    assert "a further attempt continues from step-1" in first.reason
     assert verdict_of(run, 2).state == "COMPLETED"
     assert run.attempt(2).driver_log.read_text() == "continues from step 1\n"
     [asked] = [event for event in events_of(run) if event["kind"] == "save_requested"]
@@ -109,7 +109,7 @@ def test_a_driver_that_ignores_the_request_is_ended_in_time_and_goes_on_from_wha
     assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "1"), outputs(run)
     first = verdict_of(run, 1)
     assert first.state == "REQUEUED"
-    assert "has not done so within 3 s; the run goes on from step-1" in first.reason
+    assert "has not done so within 3 s; a further attempt continues from step-1" in first.reason
     assert run.attempt(2).driver_log.read_text() == "continues from step 1\n"
     assert_nothing_left(run)
 
@@ -146,7 +146,7 @@ def test_the_memory_alarm_saves_before_it_stops(slurm, tmp_path):
     verdict = verdict_of(run)
     assert (verdict.state, verdict.driver_exit_code) == ("FAILED", 75)
     assert "memory alarm: found" in verdict.reason
-    assert "the driver saved and stopped; the run goes on from step-1" in verdict.reason
+    assert "the driver saved and stopped; a further attempt continues from step-1" in verdict.reason
     assert_nothing_left(run)
 
 

@@ -100,7 +100,7 @@ def test_a_driver_that_saved_and_ended_has_answered(make_context):
     save(context, 4)
     error = ended(watch, DRIVER_EXIT_CODE)
     assert str(error) == (
-        "asked by cancel; the driver saved and stopped; the run goes on from step-4"
+        "asked by cancel; the driver saved and stopped; a further attempt continues from step-4"
     )
     assert error.has_progress
 
@@ -220,7 +220,7 @@ def test_an_alarm_is_a_failure_that_names_alarm_and_checkpoint(make_context):
     outcome = outcome_of(make_context, "memory_alarm")
     assert (outcome.state, outcome.exit_code, outcome.spends_attempt) == ("FAILED", 11, True)
     assert "asked by memory_alarm" in outcome.reason
-    assert "the run goes on from step-4" in outcome.reason
+    assert "a further attempt continues from step-4" in outcome.reason
 
 
 def test_the_time_limit_requeues_without_spending_an_attempt(make_context):
