@@ -101,8 +101,8 @@ def collect(
     others = context.identity.nodes[1:]
     while len(reports) < len(others) and time.monotonic() < end_s:
         context.stop.raise_if_requested()
-        for node in others:
-            report = None if node in reports else context.rendezvous.report(node)
+        for node in sorted(context.rendezvous.reported() & set(others) - set(reports)):
+            report = context.rendezvous.report(node)
             if report is not None:
                 reports[node], read_s[node] = report, time.time()
         time.sleep(POLL_S)

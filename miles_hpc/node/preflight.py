@@ -176,7 +176,7 @@ def with_other_nodes(context: NodeContext, error: MilesHpcError) -> MilesHpcErro
     return PreflightError("\n".join(sorted(dict.fromkeys(lines))))
 
 
-def _silent_nodes(context: NodeContext) -> tuple[str, ...]:
+def _silent_nodes(context: NodeContext) -> frozenset[str]:
     failed = {failure.node for failure in context.rendezvous.failures()}
-    others = (node for node in context.identity.nodes if node not in {context.node, *failed})
-    return tuple(node for node in others if context.rendezvous.report(node) is None)
+    told = context.rendezvous.reported() | failed | {context.node}
+    return frozenset(context.identity.nodes) - told

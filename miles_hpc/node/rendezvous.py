@@ -89,6 +89,11 @@ class Rendezvous:
         """Return what the checks of `node` found, or None while it has not said so."""
         return read_node_report(self.root / f"report-{node}.json", self.attempt_key)
 
+    def reported(self) -> frozenset[str]:
+        """Return the nodes that have written a report, by one look at the folder."""
+        names = (path.stem for path in self.root.glob("report-*.json"))
+        return frozenset(name.removeprefix("report-") for name in names)
+
     def report_failure(self, failure: NodeFailure) -> None:
         """Tell the head that this node cannot go on."""
         self._write(f"failed-{failure.node}.json", asdict(failure))

@@ -9,10 +9,11 @@ import json
 import os
 import resource
 import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from miles_hpc.errors import Fault
 from miles_hpc.filesystem import describe_path, free_bytes
@@ -28,6 +29,7 @@ from miles_hpc.units import format_bytes
 
 # The first import of an interpreter from a busy network file system takes that long.
 _PROBE_TIMEOUT_S = 120.0
+_Answer = TypeVar("_Answer")
 SHM = Path("/dev/shm")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -71,22 +73,20 @@ class Observation:
 def observe(context: NodeContext, environ: Mapping[str, str]) -> Observation:
     """Look at this node."""
     handoff = context.handoff
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        asked_interpreter = pool.submit(_ask_interpreter, handoff, environ)
-        asked_gpus = pool.submit(_ask_gpus, handoff, environ) if handoff.gpus_per_node else None
-        scratch_root, scratch_faults = choose_scratch_root(handoff.scratch, environ, context.node)
-        memory, memory_source = memory_limit_bytes()
-        paths = {path: look_at(Path(path)) for path in handoff.needed_paths}
-        code = code_digest(Path(handoff.code_dir))
-        secret_faults = _secret_faults(context)
-        interpreter, interpreter_error = asked_interpreter.result()
-        gpus = None if asked_gpus is None else asked_gpus.result()
+    interpreter_answer = _ask(lambda: _ask_interpreter(handoff, environ))
+    gpu_answer = _ask(lambda: _ask_gpus(handoff, environ)) if handoff.gpus_per_node else None
+    scratch_root, scratch_faults = choose_scratch_root(handoff.scratch, environ, context.node)
+    memory, memory_source = memory_limit_bytes()
+    paths = {path: look_at(Path(path)) for path in handoff.needed_paths}
+    code = code_digest(Path(handoff.code_dir))
+    secret_faults = _secret_faults(context)
+    interpreter, interpreter_error = interpreter_answer()
     return Observation(
         node=context.node,
         interpreter=interpreter,
         interpreter_error=interpreter_error,
-        gpus=gpus,
-        visible_gpus=count_visible_gpus(environ),
+        gpus=None if gpu_answer is None else gpu_answer(),
+        visible_gpus=count_visible_gpus(environ, is_local=handoff.cluster == "local"),
         memory_bytes=memory,
         memory_source=memory_source,
         scratch_root=scratch_root,
@@ -103,6 +103,19 @@ def observe(context: NodeContext, environ: Mapping[str, str]) -> Observation:
     )
 
 
+def _ask(question: Callable[[], _Answer]) -> Callable[[], _Answer]:
+    """Ask in a thread of its own; the function that is returned waits for the answer."""
+    answers: list[_Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(question()))
+    thread.start()
+
+    def wait() -> _Answer:
+        thread.join()
+        return answers[0]
+
+    return wait
+
+
 def _ask_interpreter(
     handoff: Handoff, environ: Mapping[str, str]
 ) -> tuple[Mapping[str, object] | None, str]:
@@ -117,7 +130,10 @@ def _ask_interpreter(
 def _ask_gpus(handoff: Handoff, environ: Mapping[str, str]) -> GpuReport:
     done = _run_probe(handoff, environ, "gpus")
     report = _object_in(done)
-    return GpuReport(error=done.describe()) if report is None else gpu_report_from(report)
+    try:
+        return GpuReport(error=done.describe()) if report is None else gpu_report_from(report)
+    except TypeError as error:
+        return GpuReport(error=f"another version of the probe answered: {error}")
 
 
 def _run_probe(
@@ -138,10 +154,13 @@ def _object_in(done: Completed) -> Mapping[str, object] | None:
     return report if isinstance(report, dict) else None
 
 
-def count_visible_gpus(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return how many GPUs this job may use here, and where that was read."""
+def count_visible_gpus(environ: Mapping[str, str], *, is_local: bool) -> tuple[int, str]:
+    """Return how many GPUs this job may use here, and where that was read.
+
+    On the local cluster the variable only repeats what was asked for.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    if visible is not None and not is_local:
         count = len([entry for entry in visible.split(",") if entry.strip()])
         return count, f"CUDA_VISIBLE_DEVICES={visible}"
     devices = Path("/dev").glob("nvidia[0-9]*")

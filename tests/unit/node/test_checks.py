@@ -183,12 +183,19 @@ def test_the_driver_must_run_the_cuda_of_torch_and_nccl(seen, gpu_handoff, cuda,
     assert f"CUDA up to {cuda // 1000}.{cuda % 1000 // 10}" in found[0].found
 
 
-def test_visible_gpus_are_counted_by_the_schedulers_variable(monkeypatch, tmp_path):
-    assert count_visible_gpus({"CUDA_VISIBLE_DEVICES": "0, 3,"}) == (
-        2,
-        "CUDA_VISIBLE_DEVICES=0, 3,",
-    )
-    assert count_visible_gpus({"CUDA_VISIBLE_DEVICES": ""})[0] == 0
+def test_visible_gpus_are_counted_by_the_schedulers_variable():
+    def count(text):
+        return count_visible_gpus({"CUDA_VISIBLE_DEVICES": text}, is_local=False)
+
+    assert count("0, 3,") == (2, "CUDA_VISIBLE_DEVICES=0, 3,")
+    assert count("")[0] == 0
+
+
+def test_a_local_job_counts_the_devices_that_are_there():
+    told = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16"}
+    count, source = count_visible_gpus(told, is_local=True)
+    assert count < 17
+    assert source == "readable /dev/nvidia*"
 
 
 def test_a_path_is_told_by_what_is_there(tmp_path):
