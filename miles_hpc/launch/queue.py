@@ -19,7 +19,7 @@ from miles_hpc.launch.secret_intake import forget_secrets
 from miles_hpc.paths import RunDir
 from miles_hpc.process import Completed, run_short
 from miles_hpc.run.events import read_events
-from miles_hpc.run.pace import Pace
+from miles_hpc.run.pace import past_pace
 from miles_hpc.run.report import JobReference, QueueView, Status, find_job, head_events, report
 from miles_hpc.run.resume import read_identity, read_object, read_verdict, write_whole
 from miles_hpc.run.save_request import ask_to_save, save_grace_s
@@ -242,7 +242,7 @@ def _save_and_stop(run: RunDir, job: JobReference) -> None:
     """Have the driver save and stop; return when the job has left its nodes or the driver has had its time."""
     attempt = tuple(run.attempts())[-1]
     identity = read_identity(attempt)
-    pace = Pace()
+    pace = past_pace(run.events)
     for event in read_events(head_events(attempt)):
         pace.note(event)
     if identity is None or not pace.is_loaded or read_verdict(attempt) is not None:

@@ -16,7 +16,7 @@ from miles_hpc.errors import MilesHpcError
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.environment import fill_placeholders
 from miles_hpc.run.events import Kind
-from miles_hpc.run.pace import Pace
+from miles_hpc.run.pace import Pace, past_pace
 from miles_hpc.run.resume import latest_checkpoint, read_object, write_whole
 from miles_hpc.run.save_request import (
     DRIVER_EXIT_CODE,
@@ -87,14 +87,14 @@ class SaveWatch:
     def lead_s(self) -> float:
         """Return how long before the time limit the driver is asked."""
         handoff = self.context.handoff
-        floor_s = handoff.save_before_limit_s
-        if floor_s is None:
-            share_s = _LEAST_LEAD_SHARE * (handoff.time_limit_s or float("inf"))
-            floor_s = min(_LEAST_LEAD_S, share_s)
+        share_s = _LEAST_LEAD_SHARE * (handoff.time_limit_s or float("inf"))
+        unmeasured_s = min(_LEAST_LEAD_S, share_s)
+        asked_for_s = handoff.save_before_limit_s
+        floor_s = unmeasured_s if asked_for_s is None else asked_for_s
         step_s, save_s = self.pace.longest_step_s, self.pace.longest_save_s
         if step_s is None:
             return max(floor_s, TEARDOWN_S)
-        return max(floor_s, step_s + (floor_s if save_s is None else save_s) + TEARDOWN_S)
+        return max(floor_s, step_s + (unmeasured_s if save_s is None else save_s) + TEARDOWN_S)
 
     def _ask_before_limit(self) -> None:
         if self._is_asked or self.end_s is None:
@@ -171,6 +171,9 @@ def watch_saves(context: NodeContext, pace: Pace) -> SaveWatch:
             Kind.WARNING,
             message="nothing says when the time limit ends this job; the driver is not asked to save before it",
         )
+    past = past_pace(context.run.events)
+    pace.longest_step_s = pace.longest_step_s or past.longest_step_s
+    pace.longest_save_s = pace.longest_save_s or past.longest_save_s
     return SaveWatch(context=context, pace=pace, end_s=end_s)
 
 

@@ -1,12 +1,13 @@
-"""How long the steps and saves of an attempt take, from its driver's events.
+"""How long the steps and saves of a run take, from its driver's events.
 
 Standard library only. Knows the kinds of events, not who writes them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from miles_hpc.run.events import FieldValue, Kind
+from miles_hpc.run.events import FieldValue, Kind, read_events
 
 
 @dataclass(slots=True)
@@ -29,7 +30,9 @@ class Pace:
         kind, time_s = event.get("kind"), event.get("time_s")
         if not isinstance(time_s, int | float):
             return
-        if kind == Kind.MODEL_LOADED:
+        if kind == Kind.ATTEMPT_STARTED:
+            self._step_began_s = self._save_began_s = None
+        elif kind == Kind.MODEL_LOADED:
             self.is_loaded = True
             self._step_began_s = time_s
         elif kind == Kind.CHECKPOINT_LOADED:
@@ -42,6 +45,14 @@ class Pace:
         elif kind == Kind.STEP:
             self.longest_step_s = _longer(self.longest_step_s, self._step_began_s, time_s)
             self._step_began_s = time_s
+
+
+def past_pace(events: Path) -> Pace:
+    """Return the longest step and save that a run's events.jsonl tells of all its attempts; none has loaded anything now."""
+    past = Pace()
+    for event in read_events(events):
+        past.note(event)
+    return Pace(longest_step_s=past.longest_step_s, longest_save_s=past.longest_save_s)
 
 
 def _longer(longest_s: float | None, began_s: float | None, ended_s: float) -> float | None:

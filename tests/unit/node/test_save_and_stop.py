@@ -16,7 +16,7 @@ from miles_hpc.node.save_and_stop import (
 )
 from miles_hpc.node.teardown import NodeResources
 from miles_hpc.node.verdict import judge
-from miles_hpc.run.events import Kind, read_events
+from miles_hpc.run.events import EventLog, Kind, read_events
 from miles_hpc.run.pace import Pace
 from miles_hpc.run.save_request import DRIVER_EXIT_CODE, ask_to_save, read_save_request
 
@@ -83,6 +83,7 @@ def test_the_driver_is_asked_once_before_the_limit(make_context):
         (600.0, None, Pace(), 60.0),
         (120.0, None, Pace(), TEARDOWN_S),
         (600.0, 200.0, Pace(), 200.0),
+        (600.0, 200.0, Pace(longest_step_s=40.0), 200.0),
         (600.0, None, Pace(longest_step_s=40.0), 40.0 + 60.0 + TEARDOWN_S),
         (600.0, None, Pace(longest_step_s=40.0, longest_save_s=5.0), 45.0 + TEARDOWN_S),
         (600.0, 200.0, Pace(longest_step_s=40.0, longest_save_s=5.0), 200.0),
@@ -273,6 +274,22 @@ def test_an_alarm_after_loading_asks_and_does_not_end_the_agent(make_context):
     assert request is not None
     assert request.cause == "memory_alarm"
     assert "n2: memory alarm: found" in request.reason
+
+
+def test_the_watch_begins_with_what_earlier_attempts_took(make_context):
+    context = make_context()
+    log = EventLog(context.run.events, "n1")
+    for kind, fields in (
+        (Kind.MODEL_LOADED, {}),
+        (Kind.STEP, {"step": 1}),
+        (Kind.PHASE, {"phase": "save"}),
+        (Kind.CHECKPOINT_SAVED, {"step": 1}),
+    ):
+        log.append(kind, **fields)
+    watch = watch_saves(context, Pace())
+    assert watch.pace.longest_step_s is not None
+    assert watch.pace.longest_save_s is not None
+    assert not watch.pace.is_loaded
 
 
 def test_without_a_word_on_the_end_of_the_job_the_log_says_so(make_context, tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """What the events of a driver say about its steps and saves."""
 
+import json
+
 import pytest
 
-from miles_hpc.run.pace import Pace
+from miles_hpc.run.pace import Pace, past_pace
 from miles_hpc.run.save_request import save_grace_s
 
 
@@ -25,6 +27,24 @@ def test_steps_last_from_end_to_end_and_saves_from_phase_to_checkpoint():
         (35.0, "phase", {"phase": "save"}),
     )
     assert (pace.is_loaded, pace.longest_step_s, pace.longest_save_s) == (True, 12.0, 3.0)
+
+
+def test_a_later_attempt_knows_the_pace_of_the_earlier_ones_and_not_the_time_between(tmp_path):
+    lines = [
+        {"time_s": 1.0, "kind": "model_loaded"},
+        {"time_s": 4.0, "kind": "step"},
+        {"time_s": 5.0, "kind": "phase", "phase": "save"},
+        {"time_s": 500.0, "kind": "attempt_started"},
+        {"time_s": 520.0, "kind": "checkpoint_saved"},
+        {"time_s": 521.0, "kind": "step"},
+        {"time_s": 522.0, "kind": "phase", "phase": "save"},
+        {"time_s": 524.0, "kind": "checkpoint_saved"},
+    ]
+    events = tmp_path / "events.jsonl"
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    past = past_pace(events)
+    assert (past.is_loaded, past.longest_step_s, past.longest_save_s) == (False, 3.0, 2.0)
+    assert past_pace(tmp_path / "absent").longest_step_s is None
 
 
 def test_without_events_nothing_is_known():
