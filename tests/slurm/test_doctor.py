@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from miles_hpc.handoff import NcclPin, ScratchRequest, node_argv
+from tests.fakes.nvml import build_library
 from tests.slurm.jobs import (
     REPOSITORY,
     handoff_of,
@@ -181,6 +182,37 @@ def test_a_run_folder_that_one_node_does_not_share_is_that_nodes_fault(slurm, tm
     assert f"not every node reported; logs are in {kept}" in done.stderr
     assert "submission" in done.stdout
     assert processes_below(tmp_path) == []
+
+
+def test_a_gpu_that_fell_off_the_bus_is_told_by_node_and_number(slurm, tmp_path):
+    build_library(tmp_path)
+    gpus = {
+        node: f"export LD_LIBRARY_PATH={tmp_path} FAKE_NVML={'lost' if node == 'n03' else 'sound'}"
+        for node in ("n01", "n02", "n03", "n04")
+    }
+    done = doctor(
+        slurm,
+        tmp_path,
+        "--json",
+        **{
+            "cluster.python": python_that_differs(tmp_path, **gpus),
+            "cluster.device": "gpu",
+            "cluster.gpus_per_node": 2,
+            "cluster.gpu_request": "gres",
+        },
+    )
+    assert done.returncode == 10, done.stderr + done.stdout
+    findings = json.loads(done.stdout)["findings"]
+    assert [
+        (finding["node"], finding["level"]) for finding in findings if finding["check"] == "GPUs"
+    ] == [(node, "ok") for node in slurm.nodes]
+    faults = [finding for finding in findings if finding["level"] == "fault"]
+    assert {finding["node"] for finding in faults} == {"g1-n03"}
+    assert "GPU 1: NVML error 15: it has fallen off the bus" in [
+        finding["found"] for finding in faults
+    ]
+    sound = [f["node"] for f in findings if (f["check"], f["level"]) == ("GPU health", "ok")]
+    assert sound == ["g1-n01", "g1-n02", "g1-n04"]
 
 
 def test_a_refused_job_ends_with_4_and_slurms_words(slurm, tmp_path):
