@@ -63,7 +63,8 @@ class SaveWatch:
 
     def look(self, driver_code: int | None) -> None:
         """Pass a new request on; raise StoppedOnRequestError once the one that stands is answered or overdue."""
-        self._ask_before_limit()
+        if driver_code is None:
+            self._ask_before_limit()
         request = read_save_request(self.context.attempt, self.context.rendezvous.attempt_key)
         if request is None:
             return
@@ -171,9 +172,8 @@ def watch_saves(context: NodeContext, pace: Pace) -> SaveWatch:
             Kind.WARNING,
             message="nothing says when the time limit ends this job; the driver is not asked to save before it",
         )
-    past = past_pace(context.run.events)
-    pace.longest_step_s = pace.longest_step_s or past.longest_step_s
-    pace.longest_save_s = pace.longest_save_s or past.longest_save_s
+    # Not the steps: before this attempt has done one, there is nothing new that an early request could save.
+    pace.longest_save_s = pace.longest_save_s or past_pace(context.run.events).longest_save_s
     return SaveWatch(context=context, pace=pace, end_s=end_s)
 
 

@@ -122,6 +122,12 @@ def test_the_same_exit_code_without_a_request_means_nothing(make_context):
     watch.look(DRIVER_EXIT_CODE)
 
 
+def test_a_driver_that_has_ended_is_not_asked(make_context):
+    context, watch = make(make_context, left_s=1.0, time_limit_s=600.0)
+    watch.look(0)
+    assert not context.attempt.save_request.exists()
+
+
 @pytest.mark.parametrize("code", [0, 12, -9])
 def test_any_other_end_of_the_driver_is_its_own(make_context, code):
     context, watch = make(make_context)
@@ -276,7 +282,7 @@ def test_an_alarm_after_loading_asks_and_does_not_end_the_agent(make_context):
     assert "n2: memory alarm: found" in request.reason
 
 
-def test_the_watch_begins_with_what_earlier_attempts_took(make_context):
+def test_the_watch_begins_with_how_long_earlier_attempts_saved(make_context):
     context = make_context()
     log = EventLog(context.run.events, "n1")
     for kind, fields in (
@@ -287,7 +293,7 @@ def test_the_watch_begins_with_what_earlier_attempts_took(make_context):
     ):
         log.append(kind, **fields)
     watch = watch_saves(context, Pace())
-    assert watch.pace.longest_step_s is not None
+    assert watch.pace.longest_step_s is None
     assert watch.pace.longest_save_s is not None
     assert not watch.pace.is_loaded
 
