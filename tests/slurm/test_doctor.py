@@ -6,7 +6,9 @@ a mount namespace or limits of its own before it starts the interpreter.
 
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +35,18 @@ from tests.slurm.jobs import (
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(240)]
 
 NEVER = "raise SystemExit('this driver must not start')"
+SHIFTED_CLOCK = r"""
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  int code = syscall(SYS_clock_gettime, clock, now);
+  const char *shift = getenv("SHIFT_S");
+  if (code == 0 && clock == CLOCK_REALTIME && shift) now->tv_sec += atol(shift);
+  return code;
+}
+"""
 BASE = {
     "cluster.device": "cpu",
     "cluster.memory_per_node": "500MiB",
@@ -165,6 +179,26 @@ def test_a_limit_that_a_job_survives_is_a_warning(slurm, tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     (line,) = [line for line in done.stdout.splitlines() if " 1000 " in line]
     assert line.split()[:4] == ["warning", "g1-n03", "open", "files"]
+
+
+def test_clocks_ahead_and_behind_are_both_told(slurm, tmp_path):
+    shift = tmp_path / "shift.so"
+    (tmp_path / "shift.c").write_text(SHIFTED_CLOCK)
+    compiler = shutil.which("cc")
+    assert compiler is not None, "this test needs a C compiler"
+    argv = [compiler, "-shared", "-fPIC", "-o", str(shift), str(tmp_path / "shift.c")]
+    subprocess.run(argv, check=True, timeout=30)
+    python = python_that_differs(
+        tmp_path,
+        n02=f"export LD_PRELOAD={shift} SHIFT_S=60",
+        n03=f"export LD_PRELOAD={shift} SHIFT_S=-60",
+    )
+    done = doctor(slurm, tmp_path, "--json", **{"cluster.python": python})
+    assert done.returncode == 0, done.stderr + done.stdout
+    clocks = {f["node"]: f for f in json.loads(done.stdout)["findings"] if f["check"] == "clock"}
+    assert [clock["level"] for clock in clocks.values()] == ["warning", "warning", "ok"]
+    assert re.fullmatch(r"at least (59|60)\.\d s ahead of the head's", clocks["g1-n02"]["found"])
+    assert re.fullmatch(r"at least (59|60)\.\d s behind the head's", clocks["g1-n03"]["found"])
 
 
 def test_a_run_folder_that_one_node_does_not_share_is_that_nodes_fault(slurm, tmp_path):
