@@ -28,6 +28,8 @@ from miles_hpc.run.resume import read_identity
 
 # A node that is not fit ends the job; the others have this long to say whether they are.
 _COLLECT_S = 15.0
+# Nodes that fail later for one cause, such as a network that none has, fail at almost the same time.
+_SETTLE_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -158,14 +160,18 @@ def differences(
 def with_other_nodes(context: NodeContext, error: MilesHpcError) -> MilesHpcError:
     """Return the head's `error` with the faults of all other nodes, when it is a node that is not fit.
 
-    Waits until every node has reported or failed, but not for long: one may never come.
+    Waits until every node has reported or failed, but not for long: one may never come. A doctor's head has waited already.
     """
     is_own = isinstance(error, PreflightError)
     is_others = isinstance(error, NodeFailedError) and error.failure.kind == PreflightError.__name__
-    if not context.is_head or not (is_own or is_others) or context.stop.signal_name is not None:
+    knows_all = context.handoff.doctor or len(context.identity.nodes) == 1 or not context.is_head
+    if knows_all or not (is_own or is_others) or context.stop.signal_name is not None:
         return error
-    end_s = time.monotonic() + _COLLECT_S
-    while _silent_nodes(context) and time.monotonic() < end_s and context.stop.count == 0:
+    start_s = time.monotonic()
+    while context.stop.count == 0:
+        waited_s = time.monotonic() - start_s
+        if waited_s > _COLLECT_S or (waited_s > _SETTLE_S and not _silent_nodes(context)):
+            break
         time.sleep(POLL_S)
     lines = str(error).splitlines()
     for failure in context.rendezvous.failures():

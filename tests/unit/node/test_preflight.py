@@ -75,6 +75,21 @@ def test_the_head_waits_for_a_node_that_is_still_checking(head):
     assert "n3: scratch" in str(error)
 
 
+def test_nodes_that_fail_together_after_their_checks_are_all_named(head):
+    for node in ("n2", "n3"):
+        report(head, node)
+
+    def late():
+        time.sleep(0.3)
+        head.rendezvous.report_failure(failure("n3"))
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    error = with_other_nodes(head, NodeFailedError(failure("n2")))
+    thread.join(timeout=10)
+    assert [line[:2] for line in str(error).splitlines()] == ["n2", "n3"]
+
+
 def test_a_node_that_never_speaks_holds_the_verdict_only_for_the_deadline(head, monkeypatch):
     monkeypatch.setattr(preflight, "_COLLECT_S", 0.2)
     report(head, "n2", finding("n2"))
