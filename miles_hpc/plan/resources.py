@@ -134,6 +134,17 @@ def _resumable(spec: JobSpec) -> Iterator[Verdict]:
         )
 
 
+def _time_before_saving(spec: JobSpec) -> Iterator[Verdict]:
+    lead_s, limit_s = spec.agent.save_before_limit, spec.job.time_limit
+    if lead_s is not None and lead_s >= limit_s:
+        yield Verdict(
+            keys=("agent.save_before_limit", "job.time_limit"),
+            found=f"save_before_limit({lead_s:g} s) with time_limit({limit_s:g} s)",
+            expected="less than the time limit; the driver is asked to stop before its first step otherwise",
+            fix="Leave save_before_limit out, or set a longer time_limit.",
+        )
+
+
 RESOURCE_CHECKS = (
     Check(
         Rule(
@@ -202,5 +213,17 @@ RESOURCE_CHECKS = (
             source="radixark/miles pull request 2488 scripts/run_qwen3_8.py (saves nothing); docs/how-to/run-a-job.md",
         ),
         _resumable,
+    ),
+    Check(
+        Rule(
+            id="MH267",
+            fixed=True,
+            title="time to train before the time limit",
+            reason="save_before_limit seconds before the end the driver saves and stops, and the job goes back to the queue; an"
+            " attempt that is all lead trains nothing.",
+            arithmetic="save_before_limit < time_limit",
+            source="docs/design.md, save and stop",
+        ),
+        _time_before_saving,
     ),
 )

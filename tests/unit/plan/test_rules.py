@@ -40,6 +40,7 @@ BROKEN = [
     ("MH265", "warning", {"offload.train": "disk", "offload.allow_memory_scratch": True}, "allow_memory_scratch = true"),
     ("MH266", "warning", {"train.num_steps": 200}, 'save_interval = (none) with num_steps(200), resume = "auto" and 3 attempts'),
     ("MH266", "warning", {"train.num_steps": 20, "checkpoint.save_interval": 20}, "save_interval = 20 with num_steps(20)"),
+    ("MH267", "error", {"agent.save_before_limit": "1h", "job.time_limit": "1h"}, "save_before_limit(3600 s) with time_limit(3600 s)"),
     ("MH404", "error", {"env": {"SCRATCH": "/tmp"}}, "SCRATCH"),
     ("MH404", "error", {"env": {"MILES_SCRIPT_NUM_NODES": "4"}}, "MILES_SCRIPT_NUM_NODES in [env]"),
     ("MH402", "error", {"env": {"HF_HUB_OFFLINE": "0"}}, "HF_HUB_OFFLINE"),
