@@ -16,7 +16,7 @@ from miles_hpc.handoff import Handoff, SecretSource
 from miles_hpc.launch.bundle import Cluster, node_handoff, remove_run_folder, write_doctor_folder
 from miles_hpc.launch.doctor_table import doctor_table
 from miles_hpc.launch.progress import INTERRUPTED_EXIT_CODE, wait_for_run
-from miles_hpc.launch.queue import cancel, open_run
+from miles_hpc.launch.queue import cancel, open_run, see_off
 from miles_hpc.launch.submit import submit_run
 from miles_hpc.paths import RunDir, packaged
 from miles_hpc.run.node_report import DoctorReport, read_doctor_report
@@ -28,6 +28,8 @@ from miles_hpc.units import Seconds
 _TIME_LIMIT_S = 600.0
 # How long a node has to start its agent and check itself before it counts as missing.
 _READY_DEADLINE_S = 90.0
+# How long an agent that nobody hears may go on after the head has reported.
+_END_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ def run_doctor(loaded: LoadedSpec, cluster: Cluster, progress: TextIO) -> Examin
         cancel(run)
         remove_run_folder(run)
         sys.exit(INTERRUPTED_EXIT_CODE)
+    see_off(run, _END_S)
     report = _newest_report(run)
     if report is None:
         raise _no_report(run, job_id, last)

@@ -284,6 +284,13 @@ def _wait_for_end(
     return False
 
 
+def see_off(run: RunDir, patience_s: float) -> None:
+    """Return when the scheduler has seen the end of the run's job; one that has its verdict and does not end is cancelled."""
+    job = find_job(run)
+    if job is not None and not _wait_for_end(run, job, patience_s):
+        cancel(run)
+
+
 def _cancel_local(run: RunDir, job: JobReference) -> None:
     controller = _controller(job)
     # The controller passes SIGTERM on to its agents; without it they are told directly.
