@@ -53,22 +53,24 @@ def write_run_folder(
     return run, handoff
 
 
-def write_doctor_folder(loaded: LoadedSpec, handoff_of: Callable[[RunDir], Handoff]) -> RunDir:
-    """Write a run folder that has no plan, for agents that only check their nodes, and return it.
+def write_doctor_folder(
+    loaded: LoadedSpec, make: Callable[[RunDir, SecretSource | None], Handoff]
+) -> tuple[RunDir, Handoff]:
+    """Write a run folder that has no plan, for agents that only check their nodes, and return it with its handoff.
 
     Raises:
         SubmitError: if the folder cannot be written; nothing is left behind.
     """
     spec = loaded.spec
     try:
-        with _claimed(spec, None) as (root, partial):
+        with _claimed(spec, None) as (root, partial), taken_secrets(spec, root) as secrets:
             run = RunDir(root)
-            handoff = handoff_of(run)
+            handoff = make(run, secrets)
             _fill(RunDir(partial), loaded, handoff, script=render_sbatch(spec, run, handoff))
             _publish(partial, root)
     except OSError as error:
         raise _not_writable(error) from error
-    return run
+    return run, handoff
 
 
 def _publish(partial: Path, root: Path) -> None:

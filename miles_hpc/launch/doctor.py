@@ -17,6 +17,7 @@ from miles_hpc.launch.bundle import Cluster, node_handoff, remove_run_folder, wr
 from miles_hpc.launch.doctor_table import doctor_table
 from miles_hpc.launch.progress import INTERRUPTED_EXIT_CODE, wait_for_run
 from miles_hpc.launch.queue import cancel, open_run, see_off
+from miles_hpc.launch.secret_intake import forget_secrets
 from miles_hpc.launch.submit import submit_run
 from miles_hpc.paths import RunDir, packaged
 from miles_hpc.run.node_report import DoctorReport, read_doctor_report
@@ -96,8 +97,9 @@ def run_doctor(loaded: LoadedSpec, cluster: Cluster, progress: TextIO) -> Examin
         NodeError: if the job ends before its head has written a report.
     """
     spec = loaded.spec
-    run = write_doctor_folder(loaded, lambda root: doctor_handoff(spec, root, cluster))
-    handoff = doctor_handoff(spec, run, cluster)
+    run, handoff = write_doctor_folder(
+        loaded, lambda run, secrets: doctor_handoff(spec, run, cluster, secrets)
+    )
     job_id = submit_run(spec, run, handoff)
     progress.write(f"job {job_id} on {cluster}\n")
     progress.flush()
@@ -111,8 +113,10 @@ def run_doctor(loaded: LoadedSpec, cluster: Cluster, progress: TextIO) -> Examin
     see_off(run, _END_S)
     report = _newest_report(run)
     if report is None:
+        forget_secrets(run)
         raise _no_report(run, job_id, last)
     if has_silent_nodes(report):
+        forget_secrets(run)
         progress.write(f"note: not every node reported; logs are in {run.root}\n")
     else:
         remove_run_folder(run)
@@ -124,13 +128,10 @@ def has_silent_nodes(report: DoctorReport) -> bool:
     return bool(set(report.nodes) - {f.node for f in report.findings if f.check == "interpreter"})
 
 
-def doctor_handoff(spec: JobSpec, run: RunDir, cluster: Cluster) -> Handoff:
-    """Return what the agents are told: to look, and which of the driver's secrets lie in a file."""
-    named = spec.secrets
-    secrets = None
-    if named is not None and named.file is not None:
-        file = str(named.file.expanduser().absolute())
-        secrets = SecretSource(names=named.names, path=file, is_stored=False)
+def doctor_handoff(
+    spec: JobSpec, run: RunDir, cluster: Cluster, secrets: SecretSource | None
+) -> Handoff:
+    """Return what the agents are told: to look. The secrets are hidden from them as from those of a job."""
     handoff = node_handoff(spec, run, cluster=cluster, secrets=secrets)
     return dataclasses.replace(
         handoff,

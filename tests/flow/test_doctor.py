@@ -1,6 +1,8 @@
 """`miles-hpc doctor --cluster local` for real: agents on this machine, without Slurm."""
 
 import json
+import shlex
+import sys
 
 import pytest
 
@@ -39,4 +41,29 @@ def test_what_a_spec_names_and_this_machine_has_not_is_a_fault(tmp_path):
         ("local1", "model and data"),
     ]
     assert "/no/such/model: No such file or directory" in faults[1]["found"]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_the_specs_secrets_are_demanded_and_hidden_as_in_a_job(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nenv > {tmp_path}/environment.$$\nexec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    python.chmod(0o755)
+    arguments = (
+        *CPU,
+        *("--set", 'secrets.names=["DOCTOR_CANARY"]'),
+        *("--set", f"cluster.python={json.dumps(str(python))}"),
+        *("--set", 'offload.scratch_min_free="1MiB"'),
+    )
+    monkeypatch.delenv("DOCTOR_CANARY", raising=False)
+    refused = doctor(tmp_path, *arguments)
+    assert refused.returncode == 4, refused.stderr
+    assert "DOCTOR_CANARY" in refused.stderr
+    monkeypatch.setenv("DOCTOR_CANARY", "canary-51ca")
+    done = doctor(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr + done.stdout
+    dumps = list(tmp_path.glob("environment.*"))
+    assert dumps
+    assert [path for path in dumps if "canary-51ca" in path.read_text(errors="replace")] == []
     assert list((tmp_path / "runs").iterdir()) == []
