@@ -185,11 +185,25 @@ def _fill(partial: RunDir, loaded: LoadedSpec, handoff: Handoff, *, script: str)
 
 
 def _freeze_code(target: Path) -> None:
-    """Copy the package, so that a queued job does not run later edits."""
+    """Copy the package, so that a queued job does not run later edits.
+
+    What this interpreter has compiled comes along, or every agent and probe would compile its modules anew. A copy keeps
+    the times of its source, by which Python knows compiled code that is out of date.
+    """
     package = Path(__file__).resolve().parent.parent
-    shutil.copytree(
-        package, target / package.name, ignore=shutil.ignore_patterns("__pycache__", "*.py[co]")
-    )
+    shutil.copytree(package, target / package.name, ignore=_foreign_bytecode)
+
+
+def _foreign_bytecode(folder: str, names: list[str]) -> set[str]:
+    """Return which of `names` were compiled by another interpreter, or have lost their source."""
+    ours = f".{sys.implementation.cache_tag}.pyc"
+    sources = Path(folder).parent
+    return {
+        name
+        for name in names
+        if name.endswith((".pyc", ".pyo"))
+        and not (name.endswith(ours) and (sources / f"{name.removesuffix(ours)}.py").is_file())
+    }
 
 
 @contextmanager

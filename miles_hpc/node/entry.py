@@ -29,7 +29,6 @@ from miles_hpc.node.nccl import sha256_of
 from miles_hpc.node.network import choose_interface, free_port
 from miles_hpc.node.preflight import NodeFacts, check_node, compare_nodes, with_other_nodes
 from miles_hpc.node.ray_cluster import (
-    Membership,
     RaySettings,
     start_ray,
     wait_for_gcs,
@@ -166,16 +165,20 @@ def serve(
         watch_worker(context, settings, resources.ray, head.address)
         return
     resources.ray = start_ray(context, settings, None)
+    membership = watch_membership(context, settings)
+    resources.probe = membership.probe
     address = wait_for_gcs(context, settings, resources.ray)
     context.rendezvous.publish_head(context.node, address)
+    membership.follow(address)
     context.events.append(Kind.RAY_STARTED, address=address)
-    membership = watch_membership(context, settings, address)
-    resources.probe = membership.probe
-    write_resolved(context, facts, settings, address)
     wait_until_ready(context, settings, resources.ray, membership)
     compare_nodes(context)
     context.events.append(Kind.CLUSTER_READY, num_nodes=context.handoff.num_nodes)
-    run_driver(context, settings, address, resources, membership, merge)
+    start_driver(context, settings, address, resources)
+    # Reading the whole NCCL library takes long enough to do it beside the driver's own start.
+    write_resolved(context, facts, settings, address)
+    children = {child.name: child for child in resources.children()}
+    watch_head(context, settings, children, membership, merge)
 
 
 def make_settings(
@@ -227,23 +230,16 @@ def make_settings(
     )
 
 
-def run_driver(
-    context: NodeContext,
-    settings: RaySettings,
-    address: str,
-    resources: NodeResources,
-    membership: Membership,
-    merge: EventMerge,
+def start_driver(
+    context: NodeContext, settings: RaySettings, address: str, resources: NodeResources
 ) -> None:
-    """Start the driver on this head node and watch until it has ended with 0."""
+    """Start the driver on this head node."""
     argv = driver_argv(context, settings, address)
     environ = driver_environment(context, settings.environ, address, driver_secrets(context))
     resources.driver = start_child(
         "driver", argv, environ=environ, log=context.attempt.driver_log, cwd=context.run.root
     )
     context.events.append(Kind.DRIVER_STARTED, argv=list(argv), pid=resources.driver.process.pid)
-    children = {child.name: child for child in resources.children()}
-    watch_head(context, settings, children, membership, merge)
 
 
 def driver_secrets(context: NodeContext) -> dict[str, str]:

@@ -4,6 +4,7 @@ Ray chooses its ports itself (the head's with --port=0, read back from its sessi
 not collide. Another Ray on the host is neither joined nor stopped. Knows no driver.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -207,18 +208,27 @@ class Membership:
                 continue
             self.nodes = {entry["index"]: NodeState(**entry) for entry in listed}
 
+    def follow(self, address: str) -> None:
+        """Tell the probe where the GCS is; a probe that has ended is noticed by who watches the children."""
+        stream = self.probe.process.stdin
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError), stream:
+                stream.write(f"{address}\n".encode())
+
     def dead(self) -> tuple[NodeState, ...]:
         """Return the nodes that have left Ray."""
         return tuple(node for node in self.nodes.values() if not node.alive)
 
 
-def watch_membership(context: NodeContext, settings: RaySettings, address: str) -> Membership:
-    """Start the probe that reports who is in the Ray cluster at `address`."""
+def watch_membership(context: NodeContext, settings: RaySettings) -> Membership:
+    """Start the probe that reports who is in the Ray cluster, once `Membership.follow` has told it where that is.
+
+    Its import of Ray takes as long as the GCS takes to start, so both run at the same time.
+    """
     argv = (
         context.handoff.python,
         "-m",
         "miles_hpc.probe.ray_watch",
-        address,
         str(context.handoff.num_nodes),
     )
     probe, reader = start_reporter("ray_watch", argv, environ=settings.environ, log=context.log)

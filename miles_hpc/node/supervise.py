@@ -173,11 +173,11 @@ class LineReader:
 def start_reporter(
     name: str, argv: Sequence[str], *, environ: Mapping[str, str], log: Path
 ) -> tuple[Child, LineReader]:
-    """Start a probe whose stdout is a stream of lines; its stderr goes to `log`."""
+    """Start a probe whose stdout is a stream of lines; its stdin is a pipe of ours, its stderr goes to `log`."""
     with log.open("ab") as errors:
         process = subprocess.Popen(
             list(argv),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             env=dict(environ),

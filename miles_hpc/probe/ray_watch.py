@@ -1,7 +1,8 @@
-"""Who is in a Ray cluster: `python -m miles_hpc.probe.ray_watch ADDRESS NUM_NODES` prints a JSON line at each change.
+"""Who is in a Ray cluster: `python -m miles_hpc.probe.ray_watch NUM_NODES` prints a JSON line at each change.
 
     {"nodes": [{"index": 0, "alive": true, "cpus": 8.0, "gpus": 4.0, "why": ""}, ...]}
 
+The address of the GCS is the first line of its standard input, so it can import Ray while the GCS still starts.
 It asks the GCS directly (below a millisecond a call) and never joins the cluster, so it costs no worker and no object store.
 Nodes are told apart by their resource `miles_hpc_node_<i>`, never by address. Ends when the GCS stays silent or when its
 parent is gone.
@@ -91,4 +92,6 @@ def watch(address: str, num_nodes: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(watch(sys.argv[1], int(sys.argv[2])))
+    # No line means that the parent is gone or never got a GCS.
+    gcs_address = sys.stdin.readline().strip()
+    sys.exit(watch(gcs_address, int(sys.argv[1])) if gcs_address else 0)

@@ -20,7 +20,7 @@ from miles_hpc.paths import AttemptDir, RunDir
 
 VerdictState = Literal["COMPLETED", "FAILED", "CANCELLED", "REQUEUED"]
 _STATES = ("COMPLETED", "FAILED", "CANCELLED", "REQUEUED")
-_POLL_S = 0.1
+_POLL_S = 0.05
 _STEP = re.compile(r"step-([0-9]+)")
 
 

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import py_compile
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 import miles_hpc
 from miles_hpc.errors import SubmitError
 from miles_hpc.handoff import read_handoff
+from miles_hpc.launch import bundle
 from miles_hpc.launch.bundle import make_handoff, write_run_folder
 from miles_hpc.launch.sbatch import render_sbatch
 from miles_hpc.paths import RunDir
@@ -47,14 +51,38 @@ def test_the_folder_holds_what_the_design_names(tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [run.root.name]
 
 
-def test_the_code_is_frozen_whole_and_without_caches(tmp_path):
+def test_the_code_is_frozen_whole(tmp_path):
     loaded, plan = load_in(tmp_path)
     run, _ = write_run_folder(loaded, plan, cluster="slurm")
     package = Path(miles_hpc.__file__).parent
     frozen = {name for name in files_of(run.code) if name.endswith(".py")}
     assert "miles_hpc/node/__main__.py" in frozen
     assert (run.code / "miles_hpc" / "cli.py").read_bytes() == (package / "cli.py").read_bytes()
-    assert not [path for path in run.code.rglob("*") if "__pycache__" in path.parts]
+
+
+def test_compiled_code_of_this_interpreter_alone_is_frozen_and_used(tmp_path, monkeypatch):
+    package = tmp_path / "miles_hpc"
+    (package / "launch").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    source = package / "part.py"
+    source.write_text("print('from the source')")
+    compiled = Path(py_compile.compile(str(source), doraise=True))
+    for name in ("part.cpython-30.pyc", f"gone.{sys.implementation.cache_tag}.pyc"):
+        (compiled.parent / name).write_bytes(b"")
+    monkeypatch.setattr(bundle, "__file__", str(package / "launch" / "bundle.py"))
+    bundle._freeze_code(tmp_path / "code")
+    frozen = tmp_path / "code" / "miles_hpc"
+    assert [path.name for path in (frozen / "__pycache__").iterdir()] == [compiled.name]
+    script = "import miles_hpc.part, sys; print(sys.modules['miles_hpc.part'].__cached__)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-v", "-c", script],
+        env={"PYTHONPATH": str(tmp_path / "code")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert f"{frozen}/__pycache__/{compiled.name} matches" in done.stderr
 
 
 def test_two_folders_of_one_second_do_not_meet(tmp_path):

@@ -1,17 +1,22 @@
 """Ray's command line on head and workers, and who counts as missing."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from miles_hpc.node.network import Interface
 from miles_hpc.node.ray_cluster import (
+    Membership,
     NodeState,
     RaySettings,
     missing_from,
     num_cpus,
     ray_start_argv,
+    watch_membership,
 )
+from miles_hpc.node.supervise import start_reporter
 
 
 def settings(*, client_server: bool = False) -> RaySettings:
@@ -96,3 +101,32 @@ def test_missing_nodes_are_named_with_what_they_lack(make_context):
     )  # fmt: skip
     whole = {i: NodeState(index=i, alive=True, cpus=4, gpus=8, why="") for i in range(3)}
     assert missing_from(context.handoff, context.identity, whole) == ()
+
+
+def test_the_probe_waits_for_the_address_and_reads_it_whole(tmp_path):
+    source = "import json; print(json.dumps({'nodes': [dict(index=0, alive=True, cpus=1, gpus=0, why=input())]}))"
+    probe, reader = start_reporter(
+        "ray_watch", [sys.executable, "-c", source], environ={}, log=tmp_path / "log"
+    )
+    membership = Membership(probe=probe, reader=reader)
+    membership.refresh()
+    assert membership.nodes == {}
+    membership.follow("127.0.0.1:6379")
+    assert probe.process.wait(timeout=60) == 0
+    membership.refresh()
+    assert membership.nodes[0].why == "127.0.0.1:6379"
+
+
+def test_a_probe_that_has_ended_is_told_nothing(tmp_path):
+    argv = [sys.executable, "-c", ""]
+    probe, reader = start_reporter("ray_watch", argv, environ={}, log=tmp_path / "log")
+    probe.process.wait(timeout=60)
+    Membership(probe=probe, reader=reader).follow("127.0.0.1:6379")
+
+
+def test_a_probe_whose_agent_is_gone_ends_without_an_address(make_context):
+    context = make_context(python=sys.executable)
+    context.log.parent.mkdir(parents=True, exist_ok=True)
+    membership = watch_membership(context, replace(settings(), environ=dict(os.environ)))
+    membership.probe.process.stdin.close()
+    assert membership.probe.process.wait(timeout=120) == 0, membership.probe.log_tail()
