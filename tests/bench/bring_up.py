@@ -1,6 +1,6 @@
 """How long an allocation takes until its driver starts: ours, the floor below any launcher, and the usual recipe.
 
-    python tests/bench/bring_up.py --nodes 1,2,4,8,24 --runs 3 [--recipe-nodes 4] [--output bring_up.json]
+    python tests/bench/bring_up.py --nodes 1,2,4,8,24 --runs 3 [--recipe-nodes 4] [--output DIR]
 
 All run as jobs of one Slurm of their own on this machine (tests/slurm/rig.py), interleaved, so that a slow spell of the
 machine hits all alike. Clock zero is the first line of the batch script. Its end is
@@ -11,10 +11,12 @@ machine hits all alike. Clock zero is the first line of the batch script. Its en
 - recipe: the same `ray start` commands in the shape of the usual scripts: head in a background srun, `sleep 30`, workers that
   retry every 10 s, Ray asked every 10 s who is in.
 
-It also prints what slurmctld was asked (sdiag) during each of our jobs.
+It also prints what slurmctld was asked (sdiag) during each of our jobs, beside a job whose one srun step does nothing, and
+whether the gates hold. With --output it writes bring_up.json, the tables as bring_up_table.md and the plot as bring_up.svg.
 """
 
 import argparse
+import compileall
 import json
 import os
 import re
@@ -26,9 +28,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from svg_chart import line_chart
+
+import miles_hpc
 from miles_hpc.handoff import Handoff
 from miles_hpc.node.network import choose_interface
 from miles_hpc.node.ray_cluster import RaySettings, ray_start_argv
@@ -38,6 +44,8 @@ from tests.slurm import jobs
 from tests.slurm.rig import SlurmRig
 
 DEADLINE_S = 400.0
+MAX_RATIO_AT_4 = 1.2
+MAX_GROWTH_S_PER_NODE = 0.05
 _ADDRESS = "HEAD_ADDRESS"
 _OWN_QUESTIONS = ("REQUEST_STATS_INFO", "REQUEST_JOB_INFO_SINGLE", "REQUEST_FED_INFO")
 _WATCH = """\
@@ -86,8 +94,13 @@ def main() -> None:
     rig = SlurmRig(root / "rig", max([*sizes, *recipe_sizes]))
     results: dict[str, dict[int, list[float]]] = {"ours": {}, "floor": {}, "recipe": {}}
     requests: dict[int, dict[str, int]] = {}
+    no_op_requests: dict[int, dict[str, int]] = {}
+    # As an installation leaves the package; a checkout may never have been compiled.
+    compileall.compile_dir(Path(miles_hpc.__file__).parent, quiet=1)
     try:
         rig.start()
+        for size in sizes:
+            no_op_requests[size] = run_no_op(rig, root, size)
         for turn in range(arguments.runs):
             for size in sizes:
                 for way in ("floor", "ours") if turn % 2 else ("ours", "floor"):
@@ -105,9 +118,19 @@ def main() -> None:
     finally:
         rig.stop()
         shutil.rmtree(root, ignore_errors=True)
-    report(results, requests)
+    text = report(results, requests, no_op_requests)
+    print(f"\n{text}")
     if arguments.output:
-        arguments.output.write_text(json.dumps({"seconds": results, "requests": requests}) + "\n")
+        figures = {"seconds": results, "requests": requests, "no_op_requests": no_op_requests}
+        write_files(arguments.output, json.dumps(figures, indent=1), text, draw(results))
+
+
+def write_files(folder: Path, figures: str, table: str, plot: str) -> None:
+    """Write what the page of measurements is made of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bring_up.json").write_text(figures + "\n")
+    (folder / "bring_up_table.md").write_text(table)
+    (folder / "bring_up.svg").write_text(plot)
 
 
 def run_ours(rig: SlurmRig, folder: Path, size: int) -> tuple[float, dict[str, int]]:
@@ -127,6 +150,19 @@ def run_ours(rig: SlurmRig, folder: Path, size: int) -> tuple[float, dict[str, i
     if len(started) != 1:
         raise SystemExit(f"job {job_id} started no driver:\n{jobs.outputs(run)}")
     return started[0] - float((run.root / "zero").read_text()), asked
+
+
+def run_no_op(rig: SlurmRig, root: Path, size: int) -> dict[str, int]:
+    """Return slurmctld's requests during a job whose one step does nothing on each node."""
+    script = root / f"no-op-{size}.sbatch"
+    script.write_text("#!/bin/bash\nsrun true\n")
+    rig.run("sdiag", "--reset")
+    options = (f"--nodes={size}", "--ntasks-per-node=1", "--mem=500", "--output=/dev/null")
+    done = rig.run("sbatch", "--parsable", *options, str(script))
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    rig.wait_for_job(done.stdout.strip(), timeout_s=DEADLINE_S)
+    return requests_of(rig)
 
 
 def requests_of(rig: SlurmRig) -> dict[str, int]:
@@ -257,25 +293,70 @@ def recipe_script(folder: Path, size: int) -> str:
     )
 
 
-def report(results: dict[str, dict[int, list[float]]], requests: dict[int, dict[str, int]]) -> None:
-    """Print medians, ratios and what slurmctld was asked."""
-    print(f"\n{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians in seconds")
-    print(
-        "| nodes | floor | ours | ours / floor | ours - floor | recipe |\n|---|---|---|---|---|---|"
-    )
-    for size, seconds in results["ours"].items():
-        ours, floor = statistics.median(seconds), statistics.median(results["floor"][size])
-        recipe = results["recipe"].get(size)
-        shown = f"{recipe[0]:.1f}" if recipe else ""
-        print(
-            f"| {size} | {floor:.2f} | {ours:.2f} | {ours / floor:.2f} | {ours - floor:+.2f} | {shown} |"
+def medians(seconds: dict[int, list[float]]) -> dict[int, float]:
+    """Return the median by number of nodes."""
+    return {size: statistics.median(values) for size, values in sorted(seconds.items())}
+
+
+def report(
+    results: dict[str, dict[int, list[float]]],
+    requests: dict[int, dict[str, int]],
+    no_op_requests: dict[int, dict[str, int]],
+) -> str:
+    """Return medians, ratios, gates and what slurmctld was asked, as Markdown."""
+    ours, floor, recipe = (medians(results[way]) for way in ("ours", "floor", "recipe"))
+    num_runs = len(next(iter(results["ours"].values())))
+    lines = [
+        f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} at the end, {num_runs} runs; medians in seconds.",
+        "",
+        "| nodes | floor | ours | ours / floor | ours - floor | recipe |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size, seconds in ours.items():
+        low = floor[size]
+        shown = f"{recipe[size]:.1f}" if size in recipe else ""
+        lines.append(
+            f"| {size} | {low:.2f} | {seconds:.2f} | {seconds / low:.2f} | {seconds - low:+.2f} | {shown} |"
         )
-    names = sorted({name for asked in requests.values() for name in asked})
-    print("\n| request to slurmctld | " + " | ".join(f"{size} nodes" for size in requests) + " |")
-    print("|---" * (len(requests) + 1) + "|")
-    for name in names:
-        row = " | ".join(str(asked.get(name, 0)) for asked in requests.values())
-        print(f"| {name} | {row} |")
+    lines += ["", *gates(ours, floor), ""]
+    lines.append(
+        "| request to slurmctld: ours (step of `true`) |" + _row(f"{n} nodes" for n in ours)
+    )
+    lines.append("|---" * (len(ours) + 1) + "|")
+    asked = [*requests.values(), *no_op_requests.values()]
+    for name in sorted({name for counts in asked for name in counts}):
+        cells = (f"{requests[n].get(name, 0)} ({no_op_requests[n].get(name, 0)})" for n in ours)
+        lines.append(f"| {name} |{_row(cells)}")
+    return "\n".join(lines) + "\n"
+
+
+def gates(ours: dict[int, float], floor: dict[int, float]) -> list[str]:
+    """Return a line for each gate that these sizes can decide."""
+    lines = []
+    if 4 in ours:
+        ratio = ours[4] / floor[4]
+        word = "holds" if ratio <= MAX_RATIO_AT_4 else "FAILS"
+        lines.append(f"- ours / floor at 4 nodes: {ratio:.2f} of {MAX_RATIO_AT_4:g}: {word}")
+    first, last = min(ours), max(ours)
+    if first < last:
+        more = {size: ours[size] - floor[size] for size in (first, last)}
+        growth = (more[last] - more[first]) / (last - first)
+        word = "holds" if growth <= MAX_GROWTH_S_PER_NODE else "FAILS"
+        lines.append(
+            f"- growth of ours - floor from {first} to {last} nodes: {growth * 1000:+.0f} ms a node "
+            f"of {MAX_GROWTH_S_PER_NODE * 1000:g}: {word}"
+        )
+    return lines
+
+
+def draw(results: dict[str, dict[int, list[float]]]) -> str:
+    """Return the plot of ours and the floor; the recipe's sleep would flatten both, so the table alone has it."""
+    lines = {way: list(medians(results[way]).items()) for way in ("ours", "floor")}
+    return line_chart(lines, x_label="nodes", y_label="allocation start to driver start, seconds")
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "".join(f" {cell} |" for cell in cells)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from svg_chart import page
+
 TARGET = 0.9
 NOT_ON_DISK = ("host arena", "pinned anew", "torch_memory_saver pinned")
 _COLOURS = {"out": "#3b6ea5", "back": "#d98c3f"}
@@ -97,13 +99,7 @@ def draw(panels: Sequence[Panel]) -> str:
         f'<text x="{_LEFT + 78}" y="{y + 8}">back, as parts of the best raw direct-I/O rate; red: the target</text>'
     )
     width, height = _LEFT + _WIDTH + 20, y + 22
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="11">\n'
-        f'<rect width="{width}" height="{height}" fill="white"/>\n'
-        + "\n".join([*shapes, key])
-        + "\n</svg>\n"
-    )
+    return page(width, height, [*shapes, key])
 
 
 def _x(part: float) -> int:
@@ -111,8 +107,8 @@ def _x(part: float) -> int:
 
 
 def main() -> None:
-    page, picture = map(Path, sys.argv[1:])
-    picture.write_text(draw(panels_of_page(page.read_text(encoding="utf-8"))), encoding="utf-8")
+    table, picture = map(Path, sys.argv[1:])
+    picture.write_text(draw(panels_of_page(table.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 if __name__ == "__main__":
