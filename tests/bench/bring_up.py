@@ -144,8 +144,8 @@ def run_ours(rig: SlurmRig, folder: Path, size: int) -> tuple[float, dict[str, i
         if (is_over and not run.attempt(1).verdict.exists()) or time.monotonic() > end_s:
             raise SystemExit(f"job {job_id} wrote no verdict:\n{jobs.outputs(run)}")
         time.sleep(0.5)
-    asked = requests_of(rig)
     rig.wait_for_job(job_id, timeout_s=DEADLINE_S)
+    asked = requests_of(rig)
     started = [e["time_s"] for e in jobs.events_of(run) if e["kind"] == Kind.DRIVER_STARTED]
     if len(started) != 1:
         raise SystemExit(f"job {job_id} started no driver:\n{jobs.outputs(run)}")
