@@ -5,6 +5,8 @@
 #   env/bootstrap.sh demo     the main job on this machine, without Slurm: jobs/demo.toml through the local cluster
 #   env/bootstrap.sh test     lint, types, import contracts and every test this machine can run
 #   env/bootstrap.sh venv     only the virtual environment with all of it
+#   env/bootstrap.sh cpu      the same without the tools of the tests: what the demo needs
+#   env/bootstrap.sh gpu      the same as cpu, with torch's build for CUDA whether or not this machine has a GPU
 #   env/bootstrap.sh login    only a light virtual environment with the command line, as for a login node
 #
 # MILES_HPC_VENV names another place for the virtual environment (default: .venv, and .venv-login for `login`);
@@ -56,7 +58,7 @@ pip_install() {
 
 # A CPU-only build (a tenth of the size) where pip can find the pinned one; else the index's, which is for CUDA.
 install_torch() {
-  if ! have nvidia-smi && pip_install --require-hashes -r "$LOCKS/torch-cpu.txt" >/dev/null 2>&1; then
+  if [ "${TORCH_BUILD:-}" != cuda ] && ! have nvidia-smi && pip_install --require-hashes -r "$LOCKS/torch-cpu.txt" >/dev/null 2>&1; then
     say "torch: CPU-only build"
     return
   fi
@@ -77,7 +79,7 @@ install_group() {
 
 stamp_of() {
   case $1 in
-    torch) cat "$LOCKS"/torch*.txt ;;
+    torch) printf '%s' "${TORCH_BUILD:-}" && cat "$LOCKS"/torch*.txt ;;
     # The editable install holds the checkout's path and the metadata of pyproject.toml.
     package) printf '%s\n' "$ROOT" compat && cat pyproject.toml setup.py ;;
     *) cat "$LOCKS/$1.txt" ;;
@@ -115,6 +117,7 @@ use_venv() { VENV=${MILES_HPC_VENV:-$ROOT/$1}; }
 
 SLURM_PACKAGES=(slurm-wlm munge iproute2)
 BROWSER_PACKAGES=(chromium fonts-dejavu-core)
+NIX_PACKAGES=(apt dpkg git unzip debian-archive-keyring)
 
 missing_for_slurm() {
   local program missing=()
@@ -140,6 +143,23 @@ ensure() {
     missing=$("$missing_for")
     [ -z "$missing" ] || fail "after apt-get install $* these are still missing: $missing"
   fi
+}
+
+NIX_FOLDER=$ROOT/.nix-debian
+
+# Nix comes unpacked from Debian's packages and keeps its store in the tests' own folder: neither root nor /nix is needed.
+missing_for_nix() {
+  local program missing=()
+  for program in apt-get dpkg-deb git unzip; do
+    have "$program" || missing+=("$program")
+  done
+  [ -r /usr/share/keyrings/debian-archive-keyring.gpg ] || missing+=(debian-archive-keyring)
+  printf '%s' "${missing[*]}"
+}
+
+run_nix_tests() {
+  [ -e "$NIX_FOLDER/.unpacked" ] || env/nix/get-nix.sh "$NIX_FOLDER" || return 1
+  "$@" tests/nix
 }
 
 missing_for_browser() { have chromium || have chromium-browser || have google-chrome || printf 'chromium'; }
@@ -203,6 +223,15 @@ run_tests() {
     not_run "browser" "not installed: $missing. Debian: apt-get install --no-install-recommends ${BROWSER_PACKAGES[*]}"
   fi
 
+  missing=$(missing_for_nix)
+  if [ -z "$missing" ]; then
+    step "nix" run_nix_tests "${pytest[@]}"
+  elif [ -n "${CI:-}" ]; then
+    FAILED+=("nix: CI must be able to run it, and these are not installed: $missing")
+  else
+    not_run "nix" "not installed: $missing. It needs Debian: apt-get install ${NIX_PACKAGES[*]}"
+  fi
+
   if ! has_tests tests/gpu; then
     not_run "gpu" "there is no GPU test yet"
   elif gpus=$(nvidia-smi --list-gpus 2>/dev/null) && [ -n "$gpus" ]; then
@@ -254,12 +283,18 @@ main() {
       ensure_venv login cpu torch test package
       ensure slurm missing_for_slurm "${SLURM_PACKAGES[@]}"
       ensure browser missing_for_browser "${BROWSER_PACKAGES[@]}"
+      ensure nix missing_for_nix "${NIX_PACKAGES[@]}"
       run_tests
       report
       ;;
     venv)
       use_venv .venv
       ensure_venv login cpu torch test package
+      ;;
+    cpu | gpu)
+      use_venv .venv
+      [ "$1" = cpu ] || TORCH_BUILD=cuda
+      ensure_venv login cpu torch package
       ;;
     login)
       use_venv .venv-login
@@ -269,7 +304,7 @@ main() {
     -h | --help | help) usage ;;
     *)
       usage >&2
-      fail "expected one of: demo test venv login; found '${1:-}'"
+      fail "expected one of: demo test venv cpu gpu login; found '${1:-}'"
       ;;
   esac
 }

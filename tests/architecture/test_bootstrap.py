@@ -25,13 +25,13 @@ def bootstrap(*arguments: str, **variables: str) -> subprocess.CompletedProcess[
 def test_an_unknown_command_names_the_ones_there_are(arguments):
     done = bootstrap(*arguments)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: expected one of: demo test venv login")
+    assert done.stderr.splitlines()[-1].startswith("error: expected one of: demo test venv cpu gpu login")
 
 
 def test_help_lists_every_command():
     done = bootstrap("--help")
     assert done.returncode == 0
-    for command in ("demo", "test", "venv", "login"):
+    for command in ("demo", "test", "venv", "cpu", "gpu", "login"):
         assert f"env/bootstrap.sh {command}" in done.stdout
 
 
