@@ -12,7 +12,7 @@
 let
   check =
     name: tools: command:
-    runCommand "miles-hpc-check-${name}" { nativeBuildInputs = tools; } ''
+    runCommand "check-${name}" { nativeBuildInputs = tools; } ''
       cp -r ${src} checkout
       chmod -R u+w checkout
       cd checkout

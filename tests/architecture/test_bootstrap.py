@@ -25,7 +25,9 @@ def bootstrap(*arguments: str, **variables: str) -> subprocess.CompletedProcess[
 def test_an_unknown_command_names_the_ones_there_are(arguments):
     done = bootstrap(*arguments)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: expected one of: demo test venv cpu gpu login")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: expected one of: demo test venv cpu gpu login"
+    )
 
 
 def test_help_lists_every_command():
