@@ -20,6 +20,10 @@ NOTE = "This version plans jobs of the miles engine but cannot drive them yet: d
 _MILES = "radixark/miles 31f1ca961"
 DENSE_ATTENTION_TOKENS = 4096
 _SCORE_BYTES = 6
+_STREAMED_BYTES = {"fp32": 12, "bf16": 8, "fp16": 8, "fp8e4m3": 6, "fp8e5m2": 6}
+"""Bytes on disk of a parameter's streamed optimizer state, by the type of its moments; the main weight stays fp32."""
+_BUCKET_BYTES = 200_000_000 * 12
+"""Streamed state that is on the GPU at a time. Source: miles_plugins/optimizers/nvme_stream.py BUCKET_NUMEL_LIMIT."""
 SAVE_TRIGGER = SaveTrigger(path="{attempt_dir}/requests/miles_save", done="removed")
 """The file of --save-trigger-sentinel: Miles saves synchronously after the step in which it appears, removes it and goes on.
 
@@ -60,7 +64,8 @@ def memory_traits(spec: JobSpec) -> EngineTraits:
 
     A colocated trainer holds a pinned copy of its weights for weight updates, also when it sleeps on disk; revisions
     with deduplication do without it under LoRA, and parameters that are rebuilt from the optimizer's master weights need
-    none. A reference is one more. Revisions that are not known are counted as having it.
+    none. A reference is one more. Revisions that are not known are counted as having it. The offload to disk and the
+    streamed optimizer state have one pinned chunk each, and the latter's files are written in place.
 
     Source: radixark/miles 31f1ca961 miles/backends/megatron_utils/actor.py, tensor_backper.py, rematerialize_utils.py; pull
     requests 2488, 3089.
@@ -78,6 +83,11 @@ def memory_traits(spec: JobSpec) -> EngineTraits:
         rebuilds_weights=rebuilds,
         paused_adapters=False,
         longest_sample_tokens=flags.number("max-seq-len") or None,
+        staging_chunks=1,
+        streamed_bytes=_STREAMED_BYTES.get(
+            str(flags.value("stream-optimizer-state-moment-dtype")), _STREAMED_BYTES["fp32"]
+        ),
+        optimizer_bucket=_BUCKET_BYTES,
     )
 
 

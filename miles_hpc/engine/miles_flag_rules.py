@@ -44,9 +44,8 @@ def _shared_gpus(spec: JobSpec) -> Iterator[Verdict]:
 
 
 def _streamed(spec: JobSpec) -> Iterator[Verdict]:
-    name = "stream-optimizer-state-to-disk"
     flags = Flags(spec)
-    if not flags.value(name):
+    if not spec.offload.stream_optimizer:
         return
     against = [
         other
@@ -65,7 +64,13 @@ def _streamed(spec: JobSpec) -> Iterator[Verdict]:
     against += ['offload.train = "host"'] if spec.offload.train == "host" else []
     optimizer = flags.value("optimizer")
     against += [f"optimizer {optimizer}"] if optimizer not in (None, "adam") else []
-    yield from _excluded(flags.key(name), name, against)
+    if against:
+        yield Verdict(
+            keys=("offload.stream_optimizer",),
+            found=f"stream_optimizer = true with {', '.join(against)}",
+            expected="streamed state of full training without them; Miles asserts so at its start",
+            fix="Remove it or the others.",
+        )
 
 
 def _rematerialised(spec: JobSpec) -> Iterator[Verdict]:

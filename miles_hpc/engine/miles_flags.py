@@ -83,6 +83,7 @@ OWNED: Mapping[str, str] = {
     "offload-train-target": "offload.train",
     "offload-train-disk-dir": "offload.scratch_root",
     "offload-train-disk-chunk-mb": "offload.chunk",
+    "stream-optimizer-state-to-disk": "offload.stream_optimizer",
     "colocate-memory-peak-device": "offload.peak_device",
     "drop-checkpoint-page-cache-after-load": "offload.drop_page_cache",
     "hf-checkpoint": "model.hf_checkpoint",
@@ -239,6 +240,8 @@ def _known(spec: JobSpec) -> Iterator[Verdict]:
         asked.append(("colocate-memory-peak-device", "offload.peak_device"))
     if spec.offload.train == "disk":
         asked.append(("offload-train-target", "offload.train"))
+    if spec.offload.stream_optimizer:
+        asked.append(("stream-optimizer-state-to-disk", "offload.stream_optimizer"))
     for name, key in asked:
         if name in missing or name in _NOT_EXPOSED:
             yield Verdict(

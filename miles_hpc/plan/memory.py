@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from miles_hpc.plan.footprint import (
+    ADAM_BYTES,
     DTYPE_BYTES,
     EngineFootprint,
     TrainerFootprint,
@@ -56,6 +57,10 @@ class EngineTraits:
         rebuilds_weights: a waking trainer casts its weights from the optimizer's master weights, which sleep instead of them.
         paused_adapters: adapters with their optimizer state sleep too, instead of staying on the GPU.
         longest_sample_tokens: tokens of the longest sample, when longer than prompt plus response.
+        staging_chunks: staging chunks of one rank for the offload to disk, and as many for streamed optimizer state.
+        streamed_bytes: bytes on disk of each parameter whose optimizer state is streamed; twice the state where a step reads
+            one file and writes another.
+        optimizer_bucket: memory of the bucket of streamed state where the engine fixes it.
     """
 
     pinned_copies: int = 0
@@ -63,6 +68,9 @@ class EngineTraits:
     rebuilds_weights: bool = False
     paused_adapters: bool = True
     longest_sample_tokens: int | None = None
+    staging_chunks: int = 2
+    streamed_bytes: int = 2 * ADAM_BYTES
+    optimizer_bucket: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +164,8 @@ class _Sides:
 
     def bucket(self) -> dict[str, int]:
         """Return what streamed optimizer state keeps in memory all the time."""
-        return {"optimizer_bucket": min(self.spec.offload.optimizer_bucket, self.trainer.streamed)}
+        bucket = self.traits.optimizer_bucket or self.spec.offload.optimizer_bucket
+        return {"optimizer_bucket": min(bucket, self.trainer.streamed)}
 
     def trainer_asleep(self) -> dict[str, int]:
         if self.spec.offload.train == "none":
@@ -245,13 +254,15 @@ def _scratch_parts(sides: _Sides) -> dict[str, int]:
     """Return what is on a node's scratch disk; of streamed optimizer state, what is and what a step writes."""
     spec, ranks = sides.spec, ranks_per_node(sides.spec)
     trainer = {"trainer": ranks * sides.paused} if _to_disk(spec) else {}
-    return {**trainer, "optimizer": ranks * 2 * sides.trainer.streamed}
+    streamed = sides.trainer.streamed // ADAM_BYTES * sides.traits.streamed_bytes
+    return {**trainer, "optimizer": ranks * streamed}
 
 
-def _staging_bytes(spec: JobSpec) -> int:
-    """Return the staging memory of one node's ranks: two chunks for the offload, two for streamed optimizer state."""
+def _staging_bytes(sides: _Sides) -> int:
+    """Return the staging memory of one node's ranks, for the offload and for streamed optimizer state."""
+    spec = sides.spec
     users = _to_disk(spec) + spec.offload.stream_optimizer
-    return ranks_per_node(spec) * users * 2 * spec.offload.chunk
+    return ranks_per_node(spec) * users * sides.traits.staging_chunks * spec.offload.chunk
 
 
 def _limits(spec: JobSpec) -> Limits:
@@ -302,7 +313,7 @@ def _host_parts(sides: _Sides, name: PhaseName) -> dict[str, int]:
     }
     if spec.train.optimizer_cpu_offload:
         parts["optimizer"] = ranks * sides.trainer.optimizer
-    parts["staging"] = _staging_bytes(spec)
+    parts["staging"] = _staging_bytes(sides)
     trainer = {"trainer_backup": ranks * sides.paused} if spec.offload.train == "host" else {}
     keeps = sides.traits.keeps_engine_copy and spec.offload.rollout == "host"
     engine = {"engine_backup": ranks * sides.engine.weights} if keeps else {}
@@ -346,7 +357,7 @@ def _cpu_host_parts(sides: _Sides, device: dict[str, int]) -> dict[str, int]:
     parts = {part: ranks * count for part, count in held.items()}
     parts["processes"] = ranks * CPU_RANK_BYTES + CPU_NODE_BYTES
     parts["object_store"] = OBJECT_STORE_BYTES["cpu"]
-    parts["staging"] = _staging_bytes(spec)
+    parts["staging"] = _staging_bytes(sides)
     return parts
 
 

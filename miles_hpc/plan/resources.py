@@ -91,7 +91,7 @@ def _nvlink_domain(spec: JobSpec) -> Iterator[Verdict]:
 
 def _scratch_disk(spec: JobSpec) -> Iterator[Verdict]:
     offload = spec.offload
-    if offload.train != "disk" or spec.cluster.device == "cpu":
+    if not (offload.train == "disk" or offload.stream_optimizer) or spec.cluster.device == "cpu":
         return
     root = offload.scratch_root
     memory = next((top for top in MEMORY_FOLDERS if root and root.is_relative_to(top)), None)
@@ -99,7 +99,7 @@ def _scratch_disk(spec: JobSpec) -> Iterator[Verdict]:
         yield Verdict(
             keys=("offload.scratch_root", "offload.train"),
             found=f"scratch_root {root}, below {memory}, with {format_bytes(offload.scratch_min_free)} to write",
-            expected="a real disk of the node: there the sleeping trainer would go from host memory to host memory",
+            expected="a real disk of the node: what is written there stays in host memory",
             fix="Name a folder on the node's disk, or leave scratch_root to the site profile.",
         )
     if root is not None and root.is_relative_to(spec.job.run_root):
@@ -113,7 +113,7 @@ def _scratch_disk(spec: JobSpec) -> Iterator[Verdict]:
     if offload.allow_memory_scratch:
         yield Verdict(
             keys=("offload.allow_memory_scratch", "offload.train"),
-            found='allow_memory_scratch = true with train = "disk"',
+            found="allow_memory_scratch = true with tensors on scratch",
             expected="scratch on a disk: on tmpfs, in a container's overlay kept in memory or on a network file system the"
             " memory is not freed or every step waits for the network",
             fix="Remove allow_memory_scratch; preflight then refuses such a scratch on every node.",

@@ -195,8 +195,12 @@ EFFECTS: Sequence[Effect] = (
         any_of(equals("offload.train", "disk"), _STREAMED),
         ("offload.chunk",),
     ),
-    Effect(OFFLOAD_KEYS, _NATIVE, ("offload.stream_optimizer",)),
-    Effect(OFFLOAD_KEYS, _STREAMED, ("offload.optimizer_bucket",), neutral=("256MiB",)),
+    Effect(
+        OFFLOAD_KEYS,
+        all_of(_NATIVE, _STREAMED),
+        ("offload.optimizer_bucket",),
+        neutral=("256MiB",),
+    ),
     Effect(
         OFFLOAD_KEYS,
         all_of(_GPU, equals("offload.train", "host", "disk"), equals("offload.rollout", "host")),

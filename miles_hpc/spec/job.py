@@ -242,9 +242,9 @@ class OffloadTable(Table):
     chunk: PositiveSize = Bytes(64 * 2**20)
     """Bytes moved at a time between memory and scratch disk (`train = "disk"` or `stream_optimizer = true` only)."""
     stream_optimizer: bool = False
-    """Keep the optimizer state on scratch disk and pass it through memory one bucket at a time during the step (native engine): for states that fit nowhere else, as every step reads and writes all of it. The file has room for the state twice; a run resumes with the value it was saved with."""
+    """Keep the optimizer state on scratch disk and pass it through memory one bucket at a time during the step: for states that fit nowhere else, as every step reads and writes all of it. The native engine's file has room for the state twice, Miles' files for one; a run resumes with the value it was saved with. Miles streams the state of full training only."""
     optimizer_bucket: PositiveSize = Bytes(256 * 2**20)
-    """Memory of the one bucket of streamed optimizer state (`stream_optimizer = true` only). A run resumes with the value it was saved with."""
+    """Memory of the one bucket of streamed optimizer state (`stream_optimizer = true` with the native engine; Miles' bucket is fixed). A run resumes with the value it was saved with."""
     peak_device: Literal["cpu", "gpu"] = "cpu"
     """Where both sides' weights overlap during a handoff: host memory or GPU memory."""
     base_cpu_backup: bool = False

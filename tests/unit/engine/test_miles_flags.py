@@ -22,7 +22,7 @@ def found(*changes):
     return run_checks(ENGINE_CHECKS["miles"], spec_of(*changes))
 
 
-STREAM = {"stream_optimizer_state_to_disk": True}
+STREAM = {"offload.stream_optimizer": True}
 MASTERS = {"rematerialize_param_from_master_weight": True}
 BROKEN = [
     ("MH561", "error", {}, {"lr": 1e-4}, "--lr among the raw flags; expected a flag that does not follow from the spec: this one is set by train.learning_rate"),
@@ -35,7 +35,8 @@ BROKEN = [
     ("MH562", "warning", {}, {"use_tis": True, "rollout_stop": ["a", "--use-tis"]}, "2 of one flag"),
     ("MH563", "error", {}, {"disable_weights_backuper": True}, "--disable-weights-backuper with Miles 31f1ca961"),
     ("MH563", "error", {}, {"sglang_random_seed": 1}, "--sglang-random-seed"),
-    ("MH563", "error", {"engine.miles.revision": "e13758d9b"}, STREAM, "--stream-optimizer-state-to-disk with Miles e13758d9b"),
+    ("MH561", "error", {}, {"stream_optimizer_state_to_disk": True}, "set by offload.stream_optimizer"),
+    ("MH563", "error", {"engine.miles.revision": "e13758d9b", **STREAM}, {}, "--stream-optimizer-state-to-disk with Miles e13758d9b"),
     ("MH563", "error", {"engine.miles.revision": "e13758d9b", "offload.train": "disk"}, {}, "--offload-train-target"),
     ("MH563", "error", {**QWEN38, "engine.miles.revision": "31f1ca961a94"}, {}, "--colocate-memory-peak-device"),
     ("MH564", "error", {"engine.miles.script": "train_async.py"}, {}, "script train_async.py on GPUs that trainer and rollout share"),
@@ -43,10 +44,10 @@ BROKEN = [
     ("MH564", "error", {}, {"update_weight_transfer_mode": "p2p"}, "weight transfer mode p2p"),
     ("MH564", "error", {}, {"eval_num_gpus": 8}, "--eval-num-gpus 8"),
     ("MH564", "error", {}, {"multi_lora_n_adapters": 4}, "--multi-lora-n-adapters 4"),
-    ("MH565", "error", LORA, STREAM, "with [lora]"),
-    ("MH565", "error", {"train.optimizer_cpu_offload": True}, STREAM | {"enable_witness": True}, "with enable-witness, train.optimizer_cpu_offload"),
-    ("MH565", "error", {"offload.train": "host"}, STREAM, 'offload.train = "host"'),
-    ("MH565", "error", {}, STREAM | {"optimizer": "muon"}, "optimizer muon"),
+    ("MH565", "error", LORA | STREAM, {}, "with [lora]"),
+    ("MH565", "error", {"train.optimizer_cpu_offload": True, **STREAM}, {"enable_witness": True}, "with enable-witness, train.optimizer_cpu_offload"),
+    ("MH565", "error", {"offload.train": "host", **STREAM}, {}, 'offload.train = "host"'),
+    ("MH565", "error", STREAM, {"optimizer": "muon"}, "optimizer muon"),
     ("MH566", "error", {"offload.train": "disk"}, MASTERS, 'offload.train = "disk"'),
     ("MH566", "error", {"offload.train": "host"}, MASTERS | {"keep_old_actor": True, "num_critic_only_steps": 2}, "with keep-old-actor, num-critic-only-steps 2"),
     ("MH567", "error", {}, {"over_sampling_batch_size": 16}, "over-sampling-batch-size(16) below rollout.prompts_per_step(32)"),
@@ -92,7 +93,7 @@ GOOD = [
     ({"engine.miles.revision": "e13758d9b", "offload.train": "host"}, {"disable_weights_backuper": True}),
     ({"engine.miles.revision": "0123456789"}, {"disable_weights_backuper": True}),
     ({}, {"update_weight_transfer_mode": "broadcast", "eval_num_gpus": 0}),
-    ({}, STREAM | {"optimizer": "adam"}),
+    (STREAM, {"optimizer": "adam"}),
     ({"offload.train": "host"}, MASTERS),
     ({}, {"over_sampling_batch_size": 64, "balance_by_flops": True, "skip_actor_forward_only": True}),
     (LORA, {"experts_shared_outer_loras": True, "sglang_experts_shared_outer_loras": True}),

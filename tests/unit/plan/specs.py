@@ -123,6 +123,20 @@ GLM52: dict[str, Any] = {
     "offload.base_cpu_backup": True,
 }
 
+GLM52_FULL: dict[str, Any] = {
+    **GLM52,
+    "cluster.num_nodes": 8,
+    "cluster.gpus_per_node": 4,
+    "cluster.gpu_memory": "276.6GB",
+    "parallel.tp": 2,
+    "parallel.pp": 4,
+    "parallel.cp": 4,
+    "parallel.ep": 8,
+    "parallel.first_stage_layers": 18,
+    "lora": None,
+    "offload.base_cpu_backup": False,
+}
+
 
 def spec_of(*changes: dict[str, Any], **more: Any) -> JobSpec:
     """Return the dense base with dotted `changes` in order; in keyword names a double underscore is the dot.

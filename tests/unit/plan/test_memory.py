@@ -19,22 +19,9 @@ from miles_hpc.plan.footprint import (
 )
 from miles_hpc.plan.memory import PHASES
 from miles_hpc.plan.shape import count_adapters, count_stages
-from tests.unit.plan.specs import GLM52, NATIVE, QWEN38, spec_of
+from tests.unit.plan.specs import GLM52, GLM52_FULL, NATIVE, QWEN38, spec_of
 
 GB, GIB = 1e9, 2**30
-GLM52_FULL = {
-    **GLM52,
-    "cluster.num_nodes": 8,
-    "cluster.gpus_per_node": 4,
-    "cluster.gpu_memory": "276.6GB",
-    "parallel.tp": 2,
-    "parallel.pp": 4,
-    "parallel.cp": 4,
-    "parallel.ep": 8,
-    "parallel.first_stage_layers": 18,
-    "lora": None,
-    "offload.base_cpu_backup": False,
-}
 QWEN35_35B = {
     "model.family": "qwen3_5_moe",
     "model.num_layers": 40,

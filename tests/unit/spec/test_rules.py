@@ -33,7 +33,12 @@ WITHOUT_EFFECT = [
     ("native", ["job.resume=never", "job.max_attempts=3"], "job.max_attempts", "MH110"),
     ("native", ["offload.train=host", "offload.chunk=1MiB"], "offload.chunk", "MH111"),
     ("native", ["offload.optimizer_bucket=1MiB"], "offload.optimizer_bucket", "MH111"),
-    ("miles", ["offload.stream_optimizer=true"], "offload.stream_optimizer", "MH111"),
+    (
+        "miles",
+        ["offload.stream_optimizer=true", "offload.optimizer_bucket=1MiB"],
+        "offload.optimizer_bucket",
+        "MH111",
+    ),
     ("native", ["offload.peak_device=gpu"], "offload.peak_device", "MH111"),
     ("miles", ["offload.peak_device=gpu", "offload.rollout=none"], "offload.peak_device", "MH111"),
     ("miles", ["offload.base_cpu_backup=true"], "offload.base_cpu_backup", "MH111"),
