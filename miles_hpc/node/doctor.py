@@ -9,14 +9,15 @@ Knows no single check.
 import time
 from collections.abc import Mapping
 
-from miles_hpc.errors import PreflightError
+from miles_hpc.errors import Fault, PreflightError
 from miles_hpc.node.checks.across import find_missing
 from miles_hpc.node.checks.all_checks import check_all
 from miles_hpc.node.checks.observation import observe
-from miles_hpc.node.clock_exchange import ask_clock, serving_clock
 from miles_hpc.node.context import NodeContext
-from miles_hpc.node.network import Interface, choose_interface
+from miles_hpc.node.network import Interface, choose_interface, host_identity
 from miles_hpc.node.preflight import differences, make_report, warn
+from miles_hpc.node.reach import UnreachableError, prove_reach, serving_reach
+from miles_hpc.node.rendezvous import HeadAddress
 from miles_hpc.node.supervise import POLL_S
 from miles_hpc.run.node_report import (
     DoctorReport,
@@ -42,24 +43,39 @@ def examine(context: NodeContext, environ: Mapping[str, str]) -> None:
     if interface is None:
         report_all(context, environ, network)
         return
-    with serving_clock(interface.address) as port:
-        context.rendezvous.publish_head(context.node, f"{interface.address}:{port}")
+    with serving_reach(interface.address, context.rendezvous.read_token()) as port:
+        context.rendezvous.publish_head(
+            HeadAddress(
+                attempt=context.rendezvous.attempt_key,
+                node=context.node,
+                host=interface.address,
+                gcs_port=None,
+                reach_port=port,
+                host_identity=host_identity(),
+            )
+        )
         report_all(context, environ, network)
 
 
 def examine_worker(context: NodeContext, environ: Mapping[str, str]) -> None:
     """Check this node, and that it reaches the head, and write its report."""
     seen = observe(context, environ)
-    address = wait_for_address(context)
+    head = wait_for_address(context)
     network: tuple[NodeFinding, ...] = ()
     clock_ahead_s = None
-    if address is not None:
-        host, _, port = address.rpartition(":")
-        interface, network = find_interface(context, host)
-        try:
-            clock_ahead_s = ask_clock(host, int(port))
-        except OSError as error:
-            network = (_unreachable(context, address, interface, error),)
+    if head is not None:
+        interface, network = find_interface(context, head)
+        if interface is not None:
+            try:
+                clock_ahead_s = prove_reach(
+                    context.node,
+                    interface.address,
+                    head,
+                    context.rendezvous.read_token(),
+                    context.stop.raise_if_requested,
+                )
+            except UnreachableError as error:
+                network = (_finding(context, error.fault),)
     findings = (*check_all(seen, context.handoff), *network)
     warn(context, findings)
     context.rendezvous.write_report(make_report(context, seen, findings, clock_ahead_s))
@@ -109,24 +125,24 @@ def collect(
     return tuple(reports[node] for node in others if node in reports), read_s
 
 
-def wait_for_address(context: NodeContext) -> str | None:
-    """Return where the head tells the time; None if it does not say so in time."""
+def wait_for_address(context: NodeContext) -> HeadAddress | None:
+    """Return where the head answers; None if it does not say so in time."""
     end_s = time.monotonic() + context.handoff.ready_deadline_s / 2
     while time.monotonic() < end_s and not context.rendezvous.is_stopped():
         context.stop.raise_if_requested()
         head = context.rendezvous.head()
         if head is not None:
-            return head.address
+            return head
         time.sleep(POLL_S)
     return None
 
 
 def find_interface(
-    context: NodeContext, head_host: str | None
+    context: NodeContext, head: HeadAddress | None
 ) -> tuple[Interface | None, tuple[NodeFinding, ...]]:
     """Return the interface that a job would use on this node, with the finding that says so or why there is none."""
     try:
-        chosen = choose_interface(context.identity, context.handoff.interface, head_host)
+        chosen = choose_interface(context.identity, context.handoff.interface, head)
     except PreflightError as error:
         return None, (
             NodeFinding(
@@ -148,16 +164,13 @@ def find_interface(
     )
 
 
-def _unreachable(
-    context: NodeContext, address: str, interface: Interface | None, error: OSError
-) -> NodeFinding:
-    via = "" if interface is None else f" from {interface.name} {interface.address}"
+def _finding(context: NodeContext, fault: Fault) -> NodeFinding:
     return NodeFinding(
         node=context.node,
         check=_CHECK,
-        found=f"no connection to {context.identity.head_node} at {address}{via}: {error}",
-        expected="a connection to the head's address",
-        fix="Open the network between the nodes, or set network.interface to one that they share.",
+        found=fault.found,
+        expected=fault.expected,
+        fix=fault.fix,
         level="fault",
     )
 

@@ -26,9 +26,10 @@ from miles_hpc.node.environment import (
 from miles_hpc.node.guard import Word
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.nccl import sha256_of
-from miles_hpc.node.network import choose_interface, free_port
+from miles_hpc.node.network import choose_interface, free_port, host_identity
 from miles_hpc.node.preflight import NodeFacts, check_node, compare_nodes, with_other_nodes
 from miles_hpc.node.ray_cluster import (
+    HeadStoppedError,
     RaySettings,
     start_ray,
     wait_for_gcs,
@@ -36,10 +37,8 @@ from miles_hpc.node.ray_cluster import (
     wait_until_ready,
     watch_membership,
 )
-from miles_hpc.node.rendezvous import (
-    HeadAddress,
-    Rendezvous,
-)
+from miles_hpc.node.reach import UnreachableError, prove_reach, serving_reach
+from miles_hpc.node.rendezvous import HeadAddress, Rendezvous
 from miles_hpc.node.sampling import sampling
 from miles_hpc.node.scratch import collect_leftovers, make_ray_temp, make_scratch
 from miles_hpc.node.supervise import (
@@ -160,18 +159,30 @@ def serve(
     head = None if context.is_head else wait_for_head(context)
     settings = make_settings(context, environ, facts, head, resources)
     if head is not None:
-        resources.ray = start_ray(context, settings, head.address)
+        require_reach(context, settings, head)
+        resources.ray = start_ray(context, settings, head.ray_address)
         context.events.append(Kind.RAY_STARTED, address=settings.interface.address)
-        watch_worker(context, settings, resources.ray, head.address)
+        watch_worker(context, settings, resources.ray, head.ray_address)
         return
     resources.ray = start_ray(context, settings, None)
     membership = watch_membership(context, settings)
     resources.probe = membership.probe
-    address = wait_for_gcs(context, settings, resources.ray)
-    context.rendezvous.publish_head(context.node, address)
-    membership.follow(address)
-    context.events.append(Kind.RAY_STARTED, address=address)
-    wait_until_ready(context, settings, resources.ray, membership)
+    host = settings.interface.address
+    with serving_reach(host, context.rendezvous.read_token()) as reach_port:
+        gcs_port = wait_for_gcs(context, settings, resources.ray)
+        here = HeadAddress(
+            attempt=context.rendezvous.attempt_key,
+            node=context.node,
+            host=host,
+            gcs_port=gcs_port,
+            reach_port=reach_port,
+            host_identity=host_identity(),
+        )
+        context.rendezvous.publish_head(here)
+        address = here.ray_address
+        membership.follow(address)
+        context.events.append(Kind.RAY_STARTED, address=address)
+        wait_until_ready(context, settings, resources.ray, membership)
     compare_nodes(context)
     context.events.append(Kind.CLUSTER_READY, num_nodes=context.handoff.num_nodes)
     start_driver(context, settings, address, resources)
@@ -189,8 +200,7 @@ def make_settings(
     resources: NodeResources,
 ) -> RaySettings:
     """Make this job's folders on this node and the environment that points into them."""
-    head_host = None if head is None else head.address.rpartition(":")[0]
-    interface = choose_interface(context.identity, context.handoff.interface, head_host)
+    interface = choose_interface(context.identity, context.handoff.interface, head)
     for folder in collect_leftovers(facts.scratch_root):
         context.events.append(Kind.SCRATCH, removed=str(folder))
     try:
@@ -228,6 +238,30 @@ def make_settings(
             free_port("127.0.0.1") if context.handoff.dashboard and context.is_head else None
         ),
     )
+
+
+def require_reach(context: NodeContext, settings: RaySettings, head: HeadAddress) -> None:
+    """Prove that this node and the head reach each other, before Ray tries to and only waits.
+
+    Raises:
+        PreflightError: with the way that fails.
+    """
+
+    def check_on() -> None:
+        context.stop.raise_if_requested()
+        if context.rendezvous.is_stopped():
+            raise HeadStoppedError
+
+    try:
+        prove_reach(
+            context.node,
+            settings.interface.address,
+            head,
+            context.rendezvous.read_token(),
+            check_on,
+        )
+    except UnreachableError as error:
+        raise PreflightError(str(error)) from error
 
 
 def start_driver(

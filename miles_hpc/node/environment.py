@@ -10,7 +10,7 @@ from pathlib import Path
 
 from miles_hpc.handoff import is_shell_setting
 from miles_hpc.node.context import NodeContext
-from miles_hpc.node.network import Interface
+from miles_hpc.node.network import Interface, nccl_interface
 from miles_hpc.node.survivors import TAG_VARIABLE
 from miles_hpc.preload import site_preload
 
@@ -81,8 +81,7 @@ def node_environment(
         "GLOO_SOCKET_IFNAME": interface.name,
     }
     if handoff.interface:
-        # NCCL takes a pattern such as "^lo,docker" as it is.
-        own["NCCL_SOCKET_IFNAME"] = handoff.interface
+        own["NCCL_SOCKET_IFNAME"] = nccl_interface(handoff.interface, interface)
     chosen = {entry.name: entry.value for entry in handoff.environment if entry.scope == "ray"}
     secrets = () if handoff.secrets is None else handoff.secrets.names
     return {**without_foreign_settings(base, secrets), **own, **chosen}

@@ -108,21 +108,21 @@ def start_ray(context: NodeContext, settings: RaySettings, head_address: str | N
     return start_child("ray", argv, environ=settings.environ, log=context.log)
 
 
-def wait_for_gcs(context: NodeContext, settings: RaySettings, ray: Child) -> str:
-    """Return the address of the head's GCS once it accepts connections.
+def wait_for_gcs(context: NodeContext, settings: RaySettings, ray: Child) -> int:
+    """Return the port of the head's GCS once it accepts connections.
 
     Raises:
         MilesHpcError: if Ray ends or says nothing within the ready deadline.
     """
 
-    def look() -> str | None:
+    def look() -> int | None:
         context.stop.raise_if_requested()
         raise_if_ended(context, settings, ray)
         for path in settings.temp.glob("session_2*/gcs_server_port_*"):
             text = path.read_text().strip()
             host = settings.interface.address
             if text.isdecimal() and is_reachable(host, int(text), timeout_s=1.0):
-                return f"{host}:{text}"
+                return int(text)
         return None
 
     return wait_for(

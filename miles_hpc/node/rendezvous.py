@@ -1,6 +1,6 @@
 """The small files by which the nodes of one attempt find each other; each appears whole, by an atomic rename.
 
-    head.json        the head's Ray address               ray_token   what a process needs to talk to this Ray, mode 0600
+    head.json        where the head is                    ray_token   what a process needs to talk to this Ray, mode 0600
     report-NODE.json what a node's checks found           loaded      drop the page cache now
     failed-NODE.json a node that cannot go on
     stop.json        the head's verdict: end now          gone-NODE   this node has stopped its Ray
@@ -25,12 +25,23 @@ class HeadAddress:
 
     Attributes:
         attempt: key of the execution (job id and restart count) that wrote it.
-        address: host:port of Ray's GCS.
+        host: the head's IPv4 address.
+        gcs_port: of Ray's GCS; None in an attempt that only looks.
+        reach_port: where a node proves that it reaches the head (`node.reach`).
+        host_identity: of the head's host (`node.network.host_identity`).
     """
 
     attempt: str
     node: str
-    address: str
+    host: str
+    gcs_port: int | None
+    reach_port: int
+    host_identity: str
+
+    @property
+    def ray_address(self) -> str:
+        """host:port of Ray's GCS."""
+        return f"{self.host}:{self.gcs_port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +76,16 @@ class Rendezvous:
         self.root.mkdir(mode=0o755, exist_ok=True)
         write_whole(self.token, secrets.token_hex(32), mode=0o600)
 
+    def read_token(self) -> str:
+        """Return the secret of this attempt. Raises OSError."""
+        return self.token.read_text(encoding="ascii")
+
     def close(self) -> None:
         """Remove the token; called by the head when its Ray is gone."""
         self.token.unlink(missing_ok=True)
 
-    def publish_head(self, node: str, address: str) -> None:
-        """Tell the other nodes where the head's Ray is."""
-        head = HeadAddress(attempt=self.attempt_key, node=node, address=address)
+    def publish_head(self, head: HeadAddress) -> None:
+        """Tell the other nodes where the head is."""
         self._write("head.json", asdict(head))
 
     def head(self) -> HeadAddress | None:

@@ -184,8 +184,8 @@ def _network(spec: JobSpec) -> Iterator[EnvVar]:
 
 
 def is_plain_interface(interface: str) -> bool:
-    """Tell whether `interface` is one name, not a pattern that each node must resolve for Gloo and Ray."""
-    return not interface.startswith(("^", "=")) and "," not in interface
+    """Tell whether `interface` is one name, not a pattern or subnet that each node must resolve for Gloo and Ray."""
+    return not interface.startswith(("^", "=")) and "," not in interface and "/" not in interface
 
 
 def _owned_names(spec: JobSpec) -> Iterator[Verdict]:

@@ -4,6 +4,7 @@ Quantities are written as strings in TOML and dumped as strings again, so that a
 This module knows no table and no file; `spec.load` makes paths absolute before they are validated.
 """
 
+import ipaddress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -145,6 +146,15 @@ def _text(value: str) -> str:
     return value
 
 
+def _interface(value: str) -> str:
+    if "/" in value:
+        try:
+            ipaddress.IPv4Network(value, strict=False)
+        except ValueError as error:
+            raise ValueError("an IPv4 subnet, such as '10.1.0.0/16'") from error
+    return value
+
+
 def _path(value: object) -> object:
     if isinstance(value, str):
         if not value.strip():
@@ -229,8 +239,17 @@ SrunOption = Annotated[
     str, Field(pattern=r"^--[a-z][a-z0-9-]*(=.*)?$"), AfterValidator(_line), Words("option")
 ]
 """One long srun option with its value."""
-Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:,^=@-]{1,255}$"), Words("interface")]
-"""A network interface or adapter, or a pattern in NCCL's form."""
+Interface = Annotated[
+    str,
+    Field(
+        pattern=r"^(\^?=?[A-Za-z0-9_.:@-]+(,[A-Za-z0-9_.:@-]+)*|[0-9.]+/[0-9]+)$", max_length=255
+    ),
+    AfterValidator(_interface),
+    Words("interface"),
+]
+"""A network interface, a pattern in NCCL's form, or an IPv4 subnet."""
+Adapter = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:,^=@-]{1,255}$"), Words("adapter")]
+"""A network adapter, or a pattern in NCCL's form."""
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}$"), Words("name")]
 """A name without blanks or slashes."""
 

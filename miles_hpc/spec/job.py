@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 
 from miles_hpc.spec.agent import AgentTable
 from miles_hpc.spec.fields import (
+    Adapter,
     Duration,
     FilePath,
     Interface,
@@ -108,8 +109,8 @@ class NetworkTable(Table):
     """[network]: which interface carries the traffic between nodes."""
 
     interface: Interface | None = None
-    """Interface for NCCL, Gloo and Ray: a name ("ib0"), or a pattern in NCCL's form ("^lo,docker"). Left out, the interface that holds the address of the node's own name."""
-    ib_hca: Interface | None = None
+    """Interface for NCCL, Gloo and Ray, resolved on each node: a name ("ib0"), a list of prefixes, the first that fits wins ("ib,eth"), an exclusion ("^lo,docker"), `=` before either for whole names, or a subnet ("10.1.0.0/16"). Left out, the interface that holds the address by which Slurm knows the node. Loopback is never chosen between hosts, and every node proves that it and the head reach each other."""
+    ib_hca: Adapter | None = None
     """Value of NCCL_IB_HCA, such as "mlx5"; left out, NCCL chooses."""
 
 

@@ -79,13 +79,13 @@ def doctor(slurm, tmp_path, *arguments, **changes):
     )
 
 
-def python_that_differs(tmp_path: Path, **commands: str) -> str:
-    """Write an interpreter that on some nodes first runs a command in a mount namespace of its own.
+def python_that_differs(tmp_path: Path, *, kind: str = "mount", **commands: str) -> str:
+    """Write an interpreter that on some nodes first runs a command in a namespace of its own.
 
     The agent's children come through it again; they are in the namespace already.
     """
     python = shlex.quote(sys.executable)
-    namespace = "unshare --mount" if os.getuid() == 0 else "unshare --map-root-user --mount"
+    namespace = f"unshare --{kind}" if os.getuid() == 0 else f"unshare --map-root-user --{kind}"
     cases = ""
     for node, command in commands.items():
         inside = shlex.quote(f'{command} && exec {python} "$@"')
@@ -225,6 +225,16 @@ def test_a_run_folder_that_one_node_does_not_share_is_that_nodes_fault(slurm, tm
     assert f"not every node reported; logs are in {kept}" in done.stderr
     assert "submission" in done.stdout
     assert_no_process_below(tmp_path)
+
+
+def test_a_node_on_a_network_of_its_own_is_that_nodes_fault(slurm, tmp_path):
+    python = python_that_differs(tmp_path, kind="net", n03="ip link set lo up")
+    done = doctor(slurm, tmp_path, "--json", nodes=3, **{"cluster.python": python})
+    assert done.returncode == 10, done.stderr
+    assert bad_findings(done) == [("g1-n03", "network", "fault")]
+    found = {f["node"]: f for f in json.loads(done.stdout)["findings"] if f["check"] == "network"}
+    assert "lo 127.0.0.1" in found["g1-n03"]["found"]
+    assert found["g1-n02"]["level"] == "ok"
 
 
 def test_a_gpu_that_fell_off_the_bus_is_told_by_node_and_number(slurm, tmp_path):

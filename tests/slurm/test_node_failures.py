@@ -1,5 +1,6 @@
 """Nodes that are not fit, never come or are told to stop: the job ends soon, with the right code and the node's name."""
 
+import os
 import shutil
 import signal
 import sys
@@ -195,3 +196,44 @@ def test_a_requeued_job_makes_a_second_attempt_and_keeps_the_first(slurm, tmp_pa
     started = [event["attempt"] for event in events_of(run) if event["kind"] == "attempt_started"]
     assert started == [1, 2]
     assert_nothing_left(run)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a network namespace needs root")
+def test_a_node_that_shares_no_network_with_the_head_ends_the_job_before_ray_waits(slurm, tmp_path):
+    run = write_run(tmp_path / "run", NEVER, num_nodes=2)
+    alone = f"unshare --net sh -c 'ip link set lo up && exec \"$@\"' sh {command_of(run)}"
+    record = slurm.wait_for_job(submit(slurm, run, on_node={"g1-n02": alone}))
+    assert record["ExitCode"] == "10:0", outputs(run)
+    reason = verdict_of(run).reason
+    assert reason.startswith("g1-n02: network: found"), reason
+    assert "lo 127.0.0.1" in reason
+    assert "g1-n01 on another host" in reason
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a network namespace needs root")
+def test_a_head_that_does_not_answer_is_told_with_both_addresses(slurm, tmp_path):
+    """The node has a network of the same addresses as the head's, which leads to nobody."""
+    driver = "raise SystemExit('this driver must not start')"
+    run = write_run(tmp_path / "run", driver, num_nodes=2, interface="10.77.0.0/24")
+    here = "ip link add v0 type veth peer name v1 && ip addr add 10.77.0.{}/24 dev v0 && ip link set v0 up && ip link set v1 up"
+    commands = {
+        node: f"unshare --net sh -c '{here.format(number)} && ip link set lo up && exec \"$@\"' sh {command_of(run)}"
+        for number, node in enumerate(slurm.nodes[:2], start=1)
+    }
+    record = slurm.wait_for_job(submit(slurm, run, on_node=commands), timeout_s=180)
+    assert record["ExitCode"] == "10:0", outputs(run)
+    reason = verdict_of(run).reason
+    assert reason.startswith("g1-n02: network: found no answer from g1-n01 at 10.77.0.1:"), reason
+    assert "asked from 10.77.0.2" in reason
+
+
+def test_a_subnet_chooses_the_interface_of_every_node_and_nccl_gets_its_name(slurm, tmp_path):
+    driver = """
+        import os
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        print("seen", *(os.environ[name] for name in names), os.environ["RAY_ADDRESS"].partition(":")[0], flush=True)
+    """
+    run = write_run(tmp_path / "run", driver, num_nodes=2, interface="127.0.0.0/8")
+    record = slurm.wait_for_job(submit(slurm, run))
+    assert record["ExitCode"] == "0:0", outputs(run)
+    assert "seen lo =lo 127.0.0.1" in attempt_of(run).driver_log.read_text()

@@ -101,6 +101,8 @@ def test_gloo_gets_one_name_and_nccl_its_pattern(make_context):
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert environ["NCCL_SOCKET_IFNAME"] == "^lo,docker"
     assert "NCCL_SOCKET_IFNAME" not in environment(make_context(), {})
+    for one_name in ("10.0.0.0/24", "eth7"):
+        assert environment(make_context(interface=one_name), {})["NCCL_SOCKET_IFNAME"] == "=eth7"
 
 
 def test_without_preload_the_library_is_empty(make_context):

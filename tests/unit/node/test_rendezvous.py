@@ -2,9 +2,10 @@
 
 import json
 import stat
+from dataclasses import replace
 
 from miles_hpc.node.merge import EventMerge
-from miles_hpc.node.rendezvous import NodeFailure, Rendezvous
+from miles_hpc.node.rendezvous import HeadAddress, NodeFailure, Rendezvous
 from miles_hpc.run.events import EventLog, Kind, read_events
 
 
@@ -12,10 +13,14 @@ def test_a_head_of_another_attempt_is_none(tmp_path):
     rendezvous = Rendezvous(tmp_path / "rendezvous", "7-1")
     rendezvous.open()
     assert rendezvous.head() is None
-    Rendezvous(rendezvous.root, "7-0").publish_head("n1", "10.0.0.1:1")
+    here = HeadAddress(
+        attempt="7-0", node="n1", host="10.0.0.1", gcs_port=2, reach_port=3, host_identity="boot/1"
+    )
+    rendezvous.publish_head(here)
     assert rendezvous.head() is None
-    rendezvous.publish_head("n1", "10.0.0.1:2")
-    assert rendezvous.head().address == "10.0.0.1:2"
+    rendezvous.publish_head(replace(here, attempt="7-1"))
+    assert rendezvous.head() == replace(here, attempt="7-1")
+    assert rendezvous.head().ray_address == "10.0.0.1:2"
 
 
 def test_the_token_is_secret_new_each_time_and_gone_at_the_end(tmp_path):

@@ -65,7 +65,7 @@ def test_a_plain_interface_is_exact_for_nccl_and_bare_for_gloo():
     assert table["NCCL_DEBUG"] == "WARN"
 
 
-@pytest.mark.parametrize("pattern", ["^lo,docker", "=eth0", "eth0,eth1"])
+@pytest.mark.parametrize("pattern", ["^lo,docker", "=eth0", "eth0,eth1", "10.1.0.0/16"])
 def test_a_pattern_is_left_to_the_node(pattern):
     assert not is_plain_interface(pattern)
     table = values(spec_of(network__interface=pattern))
