@@ -209,6 +209,20 @@ def requeue_refusal(job_id: str) -> str | None:
     return None if done.ok else done.describe()
 
 
+def job_record_argv(job_id: str) -> tuple[str, ...]:
+    """Return the command that shows Slurm's record of one job on one line."""
+    return ("scontrol", "--oneliner", "show", "job", job_id)
+
+
+def ask_job_record(job_id: str, *, timeout_s: float = _QUESTION_TIMEOUT_S) -> dict[str, str]:
+    """Return the fields of Slurm's record of one job, such as JobState, Reason and Restarts; empty when it does not say."""
+    done = run_short(job_record_argv(job_id), timeout_s=timeout_s)
+    if not done.ok:
+        return {}
+    words = (word.partition("=") for word in done.stdout.split())
+    return {name: value for name, mark, value in words if mark}
+
+
 def is_job_live(job_id: str, cluster: Literal["slurm", "local"]) -> bool:
     """Say whether a job may still be running; when Slurm gives no answer, it may.
 

@@ -26,6 +26,8 @@ def status_text(now: "Status") -> str:
         ("attempt", now.attempt or None),
         ("exit code", now.exit_code),
         ("driver exit code", now.driver_exit_code),
+        ("cause", None if now.cause in (None, "none") else now.cause),
+        ("evidence", now.evidence or None),
         ("reason", now.reason or None),
     )
     known = ((name, str(value)) for name, value in facts if value is not None)

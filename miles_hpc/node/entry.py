@@ -24,6 +24,7 @@ from miles_hpc.node.environment import (
     node_environment,
 )
 from miles_hpc.node.guard import Word
+from miles_hpc.node.host_memory import watch_oom_kills
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.nccl import sha256_of
 from miles_hpc.node.network import choose_interface, free_port, host_identity
@@ -75,7 +76,10 @@ def run_node(run: RunDir, environ: Mapping[str, str], leave_word: Callable[[Word
     handoff = read_handoff(run.handoff)
     identity = identify_node(handoff.cluster, environ)
     context = enter_attempt(run, handoff, identity, stop)
-    resources = NodeResources(on_change=lambda folders: leave_word(make_word(context, folders)))
+    resources = NodeResources(
+        on_change=lambda folders: leave_word(make_word(context, folders)),
+        oom=watch_oom_kills(identity.job_id),
+    )
     resources.changed()
     merge = EventMerge(context.attempt.root, run.events)
     try:

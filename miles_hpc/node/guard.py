@@ -19,10 +19,13 @@ from pathlib import Path
 from types import FrameType
 
 from miles_hpc.errors import NodeError
+from miles_hpc.node.host_memory import watch_oom_kills
 from miles_hpc.node.rendezvous import NodeFailure, Rendezvous
 from miles_hpc.node.supervise import become_subreaper, fork_into_own_session
 from miles_hpc.node.survivors import end_survivors
 from miles_hpc.paths import AttemptDir
+from miles_hpc.run.cause import Cause, Finding
+from miles_hpc.run.events import EventLog, Kind
 from miles_hpc.run.resume import Verdict, read_verdict, write_verdict
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -69,6 +72,7 @@ class WordPipe:
 def guard(serve: Callable[[Callable[[Word], None]], int]) -> int:
     """Run `serve` in a child and return its exit code; if it is killed, clean up and return NodeError's code."""
     become_subreaper()
+    oom = watch_oom_kills(os.environ.get("SLURM_JOB_ID", ""))
     pipe = WordPipe(*os.pipe())
     # Until the child has its own handlers, a signal must neither be lost nor end the guard.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
@@ -88,7 +92,7 @@ def guard(serve: Callable[[Callable[[Word], None]], int]) -> int:
         return code
     word = pipe.last()
     if word is not None:
-        _clean_up(word, -code)
+        _clean_up(word, -code, oom.evidence())
     return NodeError.exit_code
 
 
@@ -108,9 +112,15 @@ def _wait(agent: int) -> int:
             return os.waitstatus_to_exitcode(status)
 
 
-def _clean_up(word: Word, signal_number: int) -> None:
+def _clean_up(word: Word, signal_number: int, oom_kill: str | None) -> None:
     """Do what the agent can no longer do: tell the others, end what is left, remove the folders."""
     attempt = AttemptDir(Path(word.attempt_root))
+    found = Finding(Cause.NODE_FAILURE, f"{word.node}: agent killed by signal {signal_number}")
+    if oom_kill is not None:
+        found = Finding(Cause.HOST_OOM, f"{word.node}: {oom_kill}")
+        with contextlib.suppress(OSError):
+            events = EventLog(attempt.node_events(word.node), word.node)
+            events.append(Kind.OOM_KILL, message=oom_kill)
     rendezvous = Rendezvous(attempt.rendezvous, word.attempt_key)
     reason = (
         f"{word.node}: the node agent was killed by signal {signal_number}; expected it to run as long as the job. "
@@ -138,5 +148,7 @@ def _clean_up(word: Word, signal_number: int) -> None:
                     driver_exit_code=None,
                     reason=reason,
                     ended_s=time.time(),
+                    cause=found.cause.value,
+                    evidence=found.evidence,
                 )
                 write_verdict(attempt, verdict)

@@ -48,6 +48,15 @@ class MemoryCgroup:
             anon=anon, file=max(0, cache - shmem), shmem=shmem, locked=locked, source="cgroup"
         )
 
+    def oom_kills(self) -> int:
+        """Return how many processes of the cgroup and those below it the kernel has killed for memory; 0 where it does not say.
+
+        Version 2 counts those below by itself, version 1 does not.
+        """
+        if self.version == 2:
+            return _oom_kills_in(self.folder / "memory.events")
+        return sum(_oom_kills_in(path) for path in self.folder.rglob("memory.oom_control"))
+
 
 def find_job_cgroup(
     job_id: str, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
@@ -60,6 +69,42 @@ def find_job_cgroup(
         if folder.name == f"job_{job_id}" and (folder / "memory.stat").is_file():
             return MemoryCgroup(folder=folder, version=version)
     return None
+
+
+def own_cgroup(
+    job_id: str, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> MemoryCgroup | None:
+    """Return the job's cgroup, or the one of this process where Slurm keeps none; None on a machine without any."""
+    job = find_job_cgroup(job_id, proc, cgroups)
+    if job is not None:
+        return job
+    for folder, version in memory_cgroups(proc, cgroups):
+        if any((folder / name).is_file() for name in ("memory.events", "memory.oom_control")):
+            return MemoryCgroup(folder=folder, version=version)
+    return None
+
+
+@dataclass(slots=True)
+class OomWatch:
+    """Notices that the kernel's memory killer has ended processes of this node's cgroup since `watch_oom_kills`."""
+
+    cgroup: MemoryCgroup | None
+    before: int
+
+    def evidence(self) -> str | None:
+        """Return the line that shows it, or None when there was no kill."""
+        if self.cgroup is None:
+            return None
+        now = self.cgroup.oom_kills()
+        if now <= self.before:
+            return None
+        return f"cgroup {self.cgroup.folder}: oom_kill rose from {self.before} to {now}"
+
+
+def watch_oom_kills(job_id: str) -> OomWatch:
+    """Return a watch that counts from now."""
+    cgroup = own_cgroup(job_id)
+    return OomWatch(cgroup=cgroup, before=0 if cgroup is None else cgroup.oom_kills())
 
 
 @dataclass(slots=True)
@@ -129,6 +174,18 @@ def _status_of(proc: Path, pid: int) -> tuple[int, ...] | None:
             0 if start < 0 else int(data[start + 1 + len(key) :].split(maxsplit=1)[0]) * 1024
         )
     return tuple(sizes)
+
+
+def _oom_kills_in(path: Path) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(
+        int(value)
+        for name, _, value in (line.partition(" ") for line in lines)
+        if name == "oom_kill" and value.isdecimal()
+    )
 
 
 def _parent_of(proc: Path, pid: int) -> int | None:

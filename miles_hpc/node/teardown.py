@@ -8,10 +8,11 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_hpc.node.context import NodeContext
+from miles_hpc.node.host_memory import OomWatch
 from miles_hpc.node.scratch import JobFolder
 from miles_hpc.node.supervise import POLL_S, Child
 from miles_hpc.node.survivors import end_survivors, has_living_children, owned_processes
@@ -29,6 +30,7 @@ class NodeResources:
     """What this agent has started and made; filled as the start proceeds, emptied by the teardown."""
 
     on_change: Callable[[tuple[Path, ...]], None]
+    oom: OomWatch = field(default_factory=lambda: OomWatch(cgroup=None, before=0))
     driver: Child | None = None
     ray: Child | None = None
     probe: Child | None = None

@@ -30,6 +30,7 @@ class Kind(StrEnum):
     DRIVER_EXITED = "driver_exited"
     PAGE_CACHE_DROPPED = "page_cache_dropped"
     MEMORY_ALARM = "memory_alarm"
+    OOM_KILL = "oom_kill"
     NODE_FAILED = "node_failed"
     TEARDOWN = "teardown"
     ATTEMPT_ENDED = "attempt_ended"

@@ -36,7 +36,11 @@ def memory_report_lines(report: MemoryReport) -> tuple[str, ...]:
     if not report.has_samples:
         lines.append("  No node has measured anything; the plan stands alone.")
     for event in report.alarms:
-        lines += _alarm_lines(str(event.get("node", "")), str(event.get("message", "")))
+        lines += _message_lines(
+            f"  alarm on {event.get('node', '')}:", str(event.get("message", ""))
+        )
+    if report.cause is not None and report.cause != "none":
+        lines += _message_lines(f"  ended by {report.cause}:", report.evidence or "no evidence")
     return tuple(lines)
 
 
@@ -104,9 +108,8 @@ def _bar(total: int, files: int, full: int, alarm: int | None) -> str:
     return "".join(cells)
 
 
-def _alarm_lines(node: str, message: str) -> Iterator[str]:
-    """Yield the message in lines of at most 100 columns."""
-    line = f"  alarm on {node}:"
+def _message_lines(line: str, message: str) -> Iterator[str]:
+    """Yield `line` and the message after it in lines of at most 100 columns."""
     for word in message.split():
         if len(line) + 1 + len(word) > 100:
             yield line

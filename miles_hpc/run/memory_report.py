@@ -13,7 +13,7 @@ from pathlib import Path
 from miles_hpc.paths import AttemptDir, RunDir
 from miles_hpc.run.events import FieldValue, Kind, read_events
 from miles_hpc.run.report import head_events
-from miles_hpc.run.resume import read_object
+from miles_hpc.run.resume import read_object, read_verdict
 from miles_hpc.run.samples import Sample, read_samples
 
 START = "start"
@@ -65,7 +65,11 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Planned against measured, of the newest attempt; `attempt` is 0 before the first."""
+    """Planned against measured, of the newest attempt; `attempt` is 0 before the first.
+
+    Attributes:
+        cause / evidence: why that attempt ended; None while it has not.
+    """
 
     run_dir: str
     attempt: int
@@ -73,6 +77,8 @@ class MemoryReport:
     alarm_host_bytes_per_node: int | None
     phases: tuple[PhaseReport, ...]
     alarms: tuple[Mapping[str, FieldValue], ...]
+    cause: str | None = None
+    evidence: str | None = None
 
     @property
     def has_samples(self) -> bool:
@@ -99,6 +105,7 @@ def report_memory(run: RunDir) -> MemoryReport:
     )
     alarm = _whole((read_object(run.handoff) or {}).get("memory_alarm"), "host_bytes")
     limits = _object(memory, "limits")
+    verdict = None if attempt is None else read_verdict(attempt)
     return MemoryReport(
         run_dir=str(run.root),
         attempt=0 if attempt is None else attempt.number,
@@ -106,6 +113,8 @@ def report_memory(run: RunDir) -> MemoryReport:
         alarm_host_bytes_per_node=alarm or _whole(memory, "alarm_host_bytes_per_node"),
         phases=phases,
         alarms=() if attempt is None else tuple(_alarms(attempt)),
+        cause=None if verdict is None else verdict.cause,
+        evidence=None if verdict is None else verdict.evidence,
     )
 
 

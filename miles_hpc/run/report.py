@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_hpc.paths import AttemptDir, RunDir
+from miles_hpc.run.cause import Cause, Finding, cause_of_slurm_word
 from miles_hpc.run.events import FieldValue, Kind, read_events
 from miles_hpc.run.resume import (
     Verdict,
@@ -66,7 +67,12 @@ class JobReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The answer of `status`; `attempt` is 0 before the first."""
+    """The answer of `status`; `attempt` is 0 before the first.
+
+    Attributes:
+        cause / evidence: why the newest attempt of this job ended, `run.cause.Cause`, and the one line that shows it;
+            None while it has not.
+    """
 
     run_dir: str
     job_id: str | None
@@ -75,6 +81,8 @@ class Status:
     exit_code: int | None
     driver_exit_code: int | None
     reason: str
+    cause: str | None = None
+    evidence: str | None = None
 
     @property
     def is_final(self) -> bool:
@@ -120,8 +128,9 @@ def report(run: RunDir, job: JobReference | None, view: QueueView) -> Status:
         and not (job is not None and job.cancel_requested)
     )
     if verdict is not None and verdict.state != "REQUEUED" and not waits_again:
-        return _status(run, job, number, _judged(verdict, job, view), verdict)
-    return _status(run, job, number, _without_verdict(run, job, view, attempt, verdict), verdict)
+        return _status(run, job, number, _judged(verdict, job, view), verdict, view)
+    found = _without_verdict(run, job, view, attempt, verdict)
+    return _status(run, job, number, found, verdict, view)
 
 
 def _judged(
@@ -150,7 +159,9 @@ def _status(
     number: int,
     found: tuple[State, int | None, str],
     verdict: Verdict | None,
+    view: QueueView,
 ) -> Status:
+    why = _cause(found[0], verdict, view)
     return Status(
         run_dir=str(run.root),
         job_id=None if job is None else job.job_id,
@@ -159,7 +170,27 @@ def _status(
         exit_code=found[1],
         driver_exit_code=None if verdict is None else verdict.driver_exit_code,
         reason=found[2],
+        cause=None if why is None else why.cause.value,
+        evidence=None if why is None else why.evidence,
     )
+
+
+def _cause(state: State, verdict: Verdict | None, view: QueueView) -> Finding | None:
+    """Return why the newest attempt ended: the head's word, or Slurm's where it left none or could not tell."""
+    said = None if view.state != "ENDED" else cause_of_slurm_word(view.word, view.reason)
+    if verdict is None:
+        if state not in FINAL_STATES:
+            return None
+        return said or Finding(
+            Cause.UNKNOWN, f"no verdict; the scheduler says {view.word or view.state}"
+        )
+    try:
+        found = Finding(Cause(verdict.cause), verdict.evidence)
+    except ValueError:
+        found = Finding(Cause.UNKNOWN, verdict.evidence)
+    if said is None or found.cause not in (Cause.UNKNOWN, Cause.CANCELLED):
+        return found
+    return said
 
 
 def _attempt_of(attempts: tuple[AttemptDir, ...], job: JobReference | None) -> AttemptDir | None:

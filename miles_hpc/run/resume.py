@@ -17,6 +17,7 @@ from typing import Literal
 
 from miles_hpc.errors import NodeError, ResumeError
 from miles_hpc.paths import AttemptDir, RunDir
+from miles_hpc.run.cause import Cause
 
 VerdictState = Literal["COMPLETED", "FAILED", "CANCELLED", "REQUEUED"]
 _STATES = ("COMPLETED", "FAILED", "CANCELLED", "REQUEUED")
@@ -57,6 +58,7 @@ class Verdict:
         reason: one line for a person.
         spends_attempt: the attempt counts against job.max_attempts. One that was preempted, or that the time limit ended
             after it had saved something new, does not.
+        cause / evidence: `run.cause.Cause`, and the one line that shows it.
     """
 
     state: VerdictState
@@ -65,6 +67,8 @@ class Verdict:
     reason: str
     ended_s: float
     spends_attempt: bool = True
+    cause: str = Cause.UNKNOWN.value
+    evidence: str = ""
 
 
 def attempt_key(job_id: str, restart_count: int) -> str:

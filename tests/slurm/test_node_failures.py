@@ -51,6 +51,8 @@ def test_bad_scratch_on_one_node_ends_the_job_with_10_and_names_node_and_path(sl
     assert "g1-n02: scratch" in verdict.reason
     assert "tmpfs" in verdict.reason
     assert "g1-n01: scratch" not in verdict.reason
+    assert verdict.cause == "preflight"
+    assert "g1-n02: scratch" in verdict.evidence
     wait_for(lambda: not processes_of(run), "end of all processes", run, timeout_s=10)
 
 
@@ -132,6 +134,7 @@ def test_a_node_that_never_comes_is_named_at_the_deadline(slurm, tmp_path):
     assert verdict.exit_code == 11, outputs(run)
     assert "g1-n02 (not in Ray)" in verdict.reason
     assert "1 of 2 nodes" in verdict.reason
+    assert verdict.cause == "ray_bring_up"
     assert_nothing_left(run)
 
 
@@ -153,6 +156,29 @@ def test_a_driver_that_ends_by_a_signal_is_told_apart(slurm, tmp_path):
     assert record["ExitCode"] == "12:0", outputs(run)
     assert verdict_of(run).driver_exit_code == -signal.SIGSEGV
     assert f"signal {int(signal.SIGSEGV)}" in verdict_of(run).reason
+    assert verdict_of(run).cause == "unknown"
+    assert "ended by signal 11" in verdict_of(run).evidence
+
+
+def test_an_exception_of_the_driver_is_the_evidence(slurm, tmp_path):
+    run = write_run(tmp_path / "run", "{}['reward']", num_nodes=1)
+    slurm.wait_for_job(submit(slurm, run))
+    verdict = verdict_of(run)
+    assert (verdict.cause, verdict.evidence) == ("user_code", "driver.log: KeyError: 'reward'")
+
+
+def test_a_plain_scancel_is_told_from_a_preemption(slurm, tmp_path):
+    source = """
+        import pathlib, sys, time
+        (pathlib.Path(sys.argv[1]) / "running").touch()
+        time.sleep(600)
+    """
+    run = write_run(tmp_path / "run", source, num_nodes=1)
+    job_id = submit(slurm, run)
+    wait_for(lambda: (run.attempt(1).root / "running").exists(), "running driver", run)
+    assert slurm.run("scancel", job_id).returncode == 0
+    slurm.wait_for_job(job_id)
+    assert (verdict_of(run).state, verdict_of(run).cause) == ("CANCELLED", "cancelled")
 
 
 def test_what_a_failed_driver_left_writing_gets_its_grace(slurm, tmp_path):
@@ -191,8 +217,9 @@ def test_a_requeued_job_makes_a_second_attempt_and_keeps_the_first(slurm, tmp_pa
     assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "1"), outputs(run)
     logs = [attempt_of(run, number).driver_log.read_text() for number in (1, 2)]
     assert logs == ["output of attempt 1\n", "output of attempt 2\n"]
-    assert verdict_of(run, 1).state == "CANCELLED"
-    assert verdict_of(run, 2).state == "COMPLETED"
+    assert (verdict_of(run, 1).state, verdict_of(run, 1).cause) == ("CANCELLED", "preemption")
+    assert "Restarts=1" in verdict_of(run, 1).evidence
+    assert (verdict_of(run, 2).state, verdict_of(run, 2).cause) == ("COMPLETED", "none")
     started = [event["attempt"] for event in events_of(run) if event["kind"] == "attempt_started"]
     assert started == [1, 2]
     assert_nothing_left(run)

@@ -12,6 +12,7 @@ from miles_hpc.node.supervise import StopRequest
 from miles_hpc.paths import RunDir
 from miles_hpc.run.events import EventLog
 from miles_hpc.slurm import NodeIdentity
+from tests.fakes.slurm import fake_slurm, no_slurm  # noqa: F401
 
 
 @pytest.fixture

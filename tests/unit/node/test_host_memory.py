@@ -1,10 +1,21 @@
 """Host memory from recorded trees: cgroup v1, v2 and both, and the sum over a job's own processes."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from miles_hpc.node.host_memory import MemoryCgroup, OwnProcesses, find_job_cgroup, sum_processes
+from miles_hpc.node.host_memory import (
+    MemoryCgroup,
+    OomWatch,
+    OwnProcesses,
+    find_job_cgroup,
+    own_cgroup,
+    sum_processes,
+)
+from miles_hpc.node.memory import memory_cgroups
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -34,6 +45,23 @@ unevictable 12288
 """
 V1_JOB = "slurm/uid_1000/job_7"
 V2_JOB = "system.slice/slurmstepd.scope/job_7"
+
+
+@pytest.fixture
+def small_cgroup():
+    """A real memory cgroup of 64 MiB below this process's own."""
+    own = next(memory_cgroups(), None)
+    if own is None:
+        pytest.skip("no memory cgroup on this machine")
+    folder, version = own[0] / f"mhpc-test-{os.getpid()}", own[1]
+    try:
+        folder.mkdir()
+        limit = "memory.max" if version == 2 else "memory.limit_in_bytes"
+        (folder / limit).write_text(str(64 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield MemoryCgroup(folder=folder, version=version)
+    folder.rmdir()
 
 
 def write_tree(root, membership: str, files: dict[str, str]):
@@ -143,3 +171,36 @@ def test_this_process_is_measured():
     held = b"x" * (32 << 20)
     after = sum_processes((os.getpid(),))
     assert after.anon - before.anon > len(held) // 2
+
+
+def test_kills_for_memory_are_counted_below_the_jobs_cgroup(tmp_path):
+    _, cgroups = write_tree(
+        tmp_path,
+        "",
+        {
+            "v2/memory.events": "low 0\nmax 7\noom 2\noom_kill 3\noom_group_kill 0\n",
+            "v1/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+            "v1/step_0/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+        },
+    )
+    assert MemoryCgroup(folder=cgroups / "v2", version=2).oom_kills() == 3
+    assert MemoryCgroup(folder=cgroups / "v1", version=1).oom_kills() == 3
+    watch = OomWatch(MemoryCgroup(folder=cgroups / "v2", version=2), before=3)
+    assert watch.evidence() is None
+    (cgroups / "v2" / "memory.events").write_text("oom_kill 4\n")
+    assert watch.evidence() == f"cgroup {cgroups / 'v2'}: oom_kill rose from 3 to 4"
+
+
+def test_a_machine_whose_kernel_counts_no_kills_tells_of_none(tmp_path):
+    assert own_cgroup("7", *write_tree(tmp_path, "0::/\n", {"cgroup.controllers": ""})) is None
+    assert OomWatch(None, before=0).evidence() is None
+    assert MemoryCgroup(folder=tmp_path / "gone", version=2).oom_kills() == 0
+
+
+def test_a_real_kill_for_memory_is_noticed(small_cgroup):
+    watch = OomWatch(small_cgroup, before=small_cgroup.oom_kills())
+    enter = f"open({str(small_cgroup.folder / 'cgroup.procs')!r}, 'w').write('0')"
+    hog = f"{enter}\nx = bytearray(256 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1"
+    done = subprocess.run([sys.executable, "-c", hog], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert watch.evidence() == f"cgroup {small_cgroup.folder}: oom_kill rose from 0 to 1"

@@ -39,7 +39,38 @@ def test_the_object_has_the_fields_that_others_rely_on(make_run):
         "exit_code": 12,
         "driver_exit_code": -9,
         "reason": "killed",
+        "cause": "unknown",
+        "evidence": "",
     }
+
+
+@pytest.mark.parametrize(
+    ("told", "view", "cause"),
+    [
+        (("nccl", "driver.log: NCCL error"), ended("FAILED", 12), "nccl"),
+        (("unknown", ""), ended("OUT_OF_MEMORY"), "host_oom"),
+        (("cancelled", "SIGTERM"), ended("TIMEOUT"), "time_limit"),
+        (("cancelled", "SIGTERM"), GONE, "cancelled"),
+        (("a cause of a later version", ""), GONE, "unknown"),
+    ],
+)
+def test_the_head_knows_the_cause_and_slurm_where_the_head_cannot(make_run, told, view, cause):
+    one = dataclasses.replace(verdict("FAILED", 12), cause=told[0], evidence=told[1])
+    assert state_of(make_run(one), view).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("view", "cause", "evidence"),
+    [
+        (ended("NODE_FAIL"), "node_failure", "Slurm: JobState=NODE_FAIL"),
+        (ended("TIMEOUT"), "time_limit", "Slurm: JobState=TIMEOUT"),
+        (GONE, "unknown", "no verdict; the scheduler says GONE"),
+        (RUNNING, None, None),
+    ],
+)
+def test_without_a_verdict_slurms_word_is_the_evidence(make_run, view, cause, evidence):
+    now = state_of(make_run(None), view)
+    assert (now.cause, now.evidence) == (cause, evidence)
 
 
 @pytest.mark.parametrize(
