@@ -108,6 +108,11 @@ class RunDir:
         return self.root / "code"
 
     @property
+    def engine(self) -> Path:
+        """engine/: files that the driver's command names, such as what each rollout engine serves."""
+        return self.root / "engine"
+
+    @property
     def submission(self) -> Path:
         """submission/: submitit's folder and Slurm's own output files."""
         return self.root / "submission"

@@ -213,11 +213,11 @@ def require_plan(draft: Draft) -> Plan:
 
 
 def require_drivable(plan: Plan) -> None:
-    """Raise PlanError when this version has no driver command for the plan's engine."""
-    if not plan.driver_argv:
+    """Raise PlanError when this version does not drive the plan's engine."""
+    if plan.engine == "miles":
         raise PlanError(
-            f"job.engine: found engine {plan.engine}, which this version can plan but not drive; expected an engine with"
-            ' a driver command. Set job.engine = "native", or use `miles-hpc plan` only.'
+            f"job.engine: found engine {plan.engine}, which this version can plan but not drive; expected one that it"
+            ' drives. Set job.engine = "native", or use `miles-hpc plan` only.'
         )
 
 
@@ -238,9 +238,10 @@ def save_trigger(spec: JobSpec) -> SaveTrigger:
 
 
 def _driver_argv(spec: JobSpec, python: str) -> tuple[str, ...]:
+    interpreter = str(spec.cluster.python or python)
     if spec.job.engine == "miles":
-        return miles.driver_argv()
-    return native.driver_argv(str(spec.cluster.python or python))
+        return miles.driver_argv(spec, interpreter)
+    return native.driver_argv(interpreter)
 
 
 def _environment(spec: JobSpec) -> tuple[EnvVar, ...]:

@@ -1,11 +1,11 @@
-"""What the Miles engine needs so far: the limits of what it runs and its models' environment.
+"""What the Miles engine needs: its driver's command, its models' environment and the limits of what it runs.
 
-The command of Miles' driver comes with a later version; until then a plan of this engine shows its layout, memory and
-environment, and cannot be submitted.
+The flags of Miles' own script are `engine.miles_command`. Knows nothing of how Miles is started on the head node.
 """
 
 from collections.abc import Iterator
 
+from miles_hpc.engine.miles_command import SAVE_TRIGGER_PATH, train_flags
 from miles_hpc.engine.miles_flags import Flags
 from miles_hpc.handoff import SaveTrigger
 from miles_hpc.plan.batch import longest_sample_tokens
@@ -16,7 +16,9 @@ from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 from miles_hpc.units import format_bytes
 
-NOTE = "This version plans jobs of the miles engine but cannot drive them yet: driver_argv is empty and submit refuses the plan."
+NOTE = (
+    "This version shows how it would drive Miles but does not do it yet: submit refuses the plan."
+)
 _MILES = "radixark/miles 31f1ca961"
 DENSE_ATTENTION_TOKENS = 4096
 _SCORE_BYTES = 6
@@ -24,7 +26,7 @@ _STREAMED_BYTES = {"fp32": 12, "bf16": 8, "fp16": 8, "fp8e4m3": 6, "fp8e5m2": 6}
 """Bytes on disk of a parameter's streamed optimizer state, by the type of its moments; the main weight stays fp32."""
 _BUCKET_BYTES = 200_000_000 * 12
 """Streamed state that is on the GPU at a time. Source: miles_plugins/optimizers/nvme_stream.py BUCKET_NUMEL_LIMIT."""
-SAVE_TRIGGER = SaveTrigger(path="{attempt_dir}/requests/miles_save", done="removed")
+SAVE_TRIGGER = SaveTrigger(path=SAVE_TRIGGER_PATH, done="removed")
 """The file of --save-trigger-sentinel: Miles saves synchronously after the step in which it appears, removes it and goes on.
 
 Source: radixark/miles 31f1ca961 train.py, miles/utils/arguments.py.
@@ -33,9 +35,21 @@ _REVISIONS_WITHOUT_ACTOR_COPY = ("18bce68cb", "57b381de5")
 """Head and merge of pull request 2488: under LoRA the sleeping trainer's own backup serves the weight update too."""
 
 
-def driver_argv() -> tuple[str, ...]:
-    """Return no command: this version cannot drive Miles."""
-    return ()
+def driver_argv(spec: JobSpec, python: str) -> tuple[str, ...]:
+    """Return the command of the starter, with Miles' flags after "--".
+
+    The starter adds what only the head node knows, then becomes Miles' script.
+    """
+    engine = spec.engine.miles
+    if engine is None:
+        return ()
+    return (
+        *(python, "-m", "miles_hpc.probe.miles_driver"),
+        *("--root", str(engine.root), "--revision", engine.revision),
+        *("--megatron", str(engine.megatron_path), "--model-type", engine.model_type),
+        *(word for path in engine.python_path for word in ("--python-path", str(path))),
+        *("--script", engine.script, "--", *train_flags(spec)),
+    )
 
 
 def make_environment(spec: JobSpec) -> tuple[EnvVar, ...]:
@@ -74,7 +88,7 @@ def memory_traits(spec: JobSpec) -> EngineTraits:
     revision = "" if engine is None else engine.revision
     shares = revision.startswith(_REVISIONS_WITHOUT_ACTOR_COPY)
     flags = Flags(spec)
-    reference = spec.train.kl_coef > 0 or bool(flags.value("use-kl-loss"))
+    reference = spec.train.kl_coef > 0
     rebuilds = spec.lora is None and bool(flags.value("rematerialize-param-from-master-weight"))
     actor = 0 if rebuilds or (spec.lora is not None and shares and not reference) else 1
     return EngineTraits(
@@ -120,13 +134,6 @@ def _native_rollout_type(spec: JobSpec) -> Iterator[Verdict]:
 
 def _agrees(spec: JobSpec) -> Iterator[Verdict]:
     flags = Flags(spec)
-    if flags.value("use-kl-loss") and spec.train.kl_coef == 0:
-        yield Verdict(
-            keys=("engine.miles.extra_args", "train.kl_coef"),
-            found="use-kl-loss with kl_coef = 0",
-            expected="no KL loss at coefficient 0: Miles still loads the reference and pins one more copy of the weights",
-            fix="Remove use-kl-loss.",
-        )
     if flags.value("use-rollout-indexer-replay"):
         yield Verdict(
             keys=("engine.miles.extra_args",),
@@ -226,7 +233,7 @@ MILES_CHECKS = (
             id="MH553",
             title="no second booking of host memory",
             reason="Some switches keep a whole copy of the model in host memory for something that nobody reads.",
-            arithmetic="use-kl-loss at 0: trainer weight bytes a rank; indexer replay: 78 to 128 GB a rank;"
+            arithmetic="indexer replay: 78 to 128 GB a rank;"
             " check-weight-update-equal: the base sent again at every step",
             source=f"{_MILES} miles/backends/megatron_utils/update_weight/update_weight_from_tensor.py:251; docs/models/qwen/qwen3-8.md",
         ),

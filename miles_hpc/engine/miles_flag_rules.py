@@ -222,6 +222,8 @@ def _needs(spec: JobSpec) -> Iterator[Verdict]:
     named = tito not in (None, "default")
     replay = flags.value("use-rollout-indexer-replay") or flags.value("use-indexer-replay")
     is_ppo = flags.value("advantage-estimator") == "ppo"
+    engine = spec.engine.miles
+    rolls_out_only = engine is not None and engine.mode == "debug_rollout_only"
     cases = (
         ("eval-interval", flags.value("eval-interval") and not has_eval, "no evaluation set", "eval-prompt-data"),
         ("eval-prompt-data", isinstance(prompts, tuple) and len(prompts) > 1 and len(prompts) % 2,
@@ -233,10 +235,8 @@ def _needs(spec: JobSpec) -> Iterator[Verdict]:
          "a session server", "another mode than abort, which would cut sessions"),
         *(("use-session-server", sessions == "v2" and flags.value(other), f"--{other}", "one of them")
           for other in ("group-rm", "partial-rollout", "recompute-logprobs-via-prefill")),
-        ("debug-rollout-only", flags.value("debug-rollout-only") and flags.value("debug-train-only"),
-         "--debug-train-only", "one of them"),
-        ("kl-loss-coef", flags.value("kl-loss-coef") not in (None, 0, 0.0, "0", "0.0") and spec.train.kl_coef,
-         f"train.kl_coef = {spec.train.kl_coef:g}", "one of the two KL terms"),
+        ("debug-train-only", rolls_out_only and flags.value("debug-train-only"),
+         'engine.miles.mode = "debug_rollout_only"', "one of them"),
         ("use-rollout-indexer-replay", replay and spec.parallel.cp > 1, f"cp({spec.parallel.cp})", "cp = 1"),
         ("advantage-estimator", is_ppo and spec.train.kl_coef, f"train.kl_coef = {spec.train.kl_coef:g}",
          "kl_coef = 0 with a critic"),
@@ -251,18 +251,6 @@ def _needs(spec: JobSpec) -> Iterator[Verdict]:
                 expected=f"{expected}; Miles ends at its start otherwise",
                 fix="Change one of the two.",
             )
-
-
-def _unseen(spec: JobSpec) -> Iterator[Verdict]:
-    flags = Flags(spec)
-    if flags.value("custom-config-path"):
-        yield Verdict(
-            keys=(flags.key("custom-config-path"),),
-            found=f"--custom-config-path {flags.value('custom-config-path')}",
-            expected="arguments that stand in the spec: Miles sets those of this file after its own checks, so that no rule"
-            " and no plan sees them",
-            fix="Move them to extra_args or to their keys.",
-        )
 
 
 def _prefill_graphs(spec: JobSpec) -> Iterator[Verdict]:
@@ -371,13 +359,6 @@ FLAG_RULE_CHECKS = (
         "flags that need or exclude one another",
         "Miles checks these at its start and ends; here they are told before the job is queued.",
         _ARGUMENTS,
-    ),
-    _check(
-        572,
-        _unseen,
-        "no arguments that rules cannot see",
-        "A file of arguments that is applied after the checks can change anything that was planned.",
-        "radixark/miles 31f1ca961 miles/utils/arguments.py (custom_config_path)",
     ),
     _check(
         573,

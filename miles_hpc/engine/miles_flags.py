@@ -64,6 +64,8 @@ OWNED: Mapping[str, str] = {
     "adam-eps": "train.adam_eps",
     "weight-decay": "train.weight_decay",
     "kl-coef": "train.kl_coef",
+    "kl-loss-coef": "train.kl_coef",
+    "use-kl-loss": "train.kl_coef",
     "calculate-per-token-loss": "train.loss_aggregation",
     "disable-grpo-std-normalization": "train.normalise_advantages",
     "recompute-granularity": "train.recompute",
@@ -101,6 +103,10 @@ OWNED: Mapping[str, str] = {
     "apply-chat-template": "data.apply_chat_template",
     "rollout-shuffle": "data.shuffle",
     "rm-type": "data.reward",
+    "debug-rollout-only": "engine.miles.mode",
+    "start-rollout-id": "the package, which continues from the last checkpoint",
+    "custom-config-path": "the package, which continues from the last checkpoint",
+    "wandb-key": "the package, from WANDB_API_KEY of [secrets]: arguments are seen by everyone on a node",
 }
 """Flags that follow from the spec, and the key that each follows from."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_hpc.engine.compose import page_cache_roots, save_trigger
+from miles_hpc.engine.miles_command import engine_files
 from miles_hpc.errors import SubmitError
 from miles_hpc.handoff import Handoff, MemoryAlarm, ScratchRequest, SecretSource, Variable
 from miles_hpc.launch.nccl_pin import make_nccl_pin
@@ -47,6 +48,7 @@ def write_run_folder(
             handoff = make_handoff(spec, plan, run, cluster=cluster, secrets=secrets)
             _fill(RunDir(partial), loaded, handoff, script=render_sbatch(spec, run, handoff))
             write_whole(RunDir(partial).plan, plan.to_json())
+            _write_engine_files(RunDir(partial), spec)
             _publish(partial, root)
     except OSError as error:
         raise _not_writable(error) from error
@@ -182,6 +184,14 @@ def _fill(partial: RunDir, loaded: LoadedSpec, handoff: Handoff, *, script: str)
         folder.mkdir()
     write_whole(partial.handoff, handoff.to_json())
     write_whole(partial.sbatch_script, script)
+
+
+def _write_engine_files(partial: RunDir, spec: JobSpec) -> None:
+    files = engine_files(spec)
+    if files:
+        partial.engine.mkdir()
+    for name, text in files.items():
+        write_whole(partial.engine / name, text)
 
 
 def _freeze_code(target: Path) -> None:

@@ -110,8 +110,6 @@ def explain_rule(name: str) -> str:
 
 def _command_lines(argv: Sequence[str]) -> list[str]:
     """Return the command over lines that a shell reads as one, but where a single word is wider than the terminal."""
-    if not argv:
-        return ["  (none in this version)"]
     words = [shlex.quote(word) for word in argv]
     rows = [words[0]]
     for word in words[1:]:

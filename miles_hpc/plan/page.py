@@ -84,7 +84,7 @@ def render_page(plan: Plan, would_fit: Sequence[str] = ()) -> str:
             kind="wide",
         ),
         "<h2>Driver</h2>",
-        f"<pre>{escape(shlex.join(plan.driver_argv) or '(none in this version)')}</pre>",
+        f"<pre>{escape(shlex.join(plan.driver_argv))}</pre>",
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -64,7 +64,7 @@ class Plan:
     Attributes:
         memory: memory of every phase against the limits.
         driver_argv: the driver's command; `{run_dir}`, `{attempt_dir}`, `{scratch_dir}`, `{head_address}` and
-            `{num_nodes}` are filled on the head node. Empty for an engine that cannot be driven yet.
+            `{num_nodes}` are filled on the head node.
         overrides: the `--set` arguments, as given.
         spec: the whole spec as JSON values; `JobSpec.model_validate_json` of its dump gives the spec back.
         hashes: SHA-256 of each file in spec/, by name.

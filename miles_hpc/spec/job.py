@@ -340,6 +340,10 @@ class MilesTable(Table):
     """Name of the file in Miles' scripts/models that holds the model arguments."""
     script: Literal["train.py", "train_async.py"] = "train.py"
     """Miles' driver script."""
+    mode: Literal["normal", "debug_rollout_only"] = "normal"
+    """`debug_rollout_only` starts the rollout engines alone and trains nothing: the first thing to try on a new site."""
+    python_path: tuple[NodePath, ...] = ()
+    """Further folders on PYTHONPATH of every process, such as the example folder that holds a custom generate function."""
     extra_args: dict[OptionName, Line | int | float | bool | tuple[Line, ...]] = Field(
         default_factory=dict
     )

@@ -61,7 +61,12 @@ def test_equal_specs_give_equal_bytes():
 @pytest.mark.parametrize("recipe", [QWEN38, GLM52])
 def test_a_miles_plan_is_shown_but_not_drivable(recipe):
     plan = compose(spec_of(recipe))
-    assert plan.driver_argv == ()
+    assert plan.driver_argv[:3] == ("/opt/python", "-m", "miles_hpc.probe.miles_driver")
+    assert plan.driver_argv[3:13] == (
+        *("--root", "/m", "--revision", plan.spec["engine"]["miles"]["revision"]),
+        *("--megatron", "/g", "--model-type", "t", "--script", "train.py"),
+    )
+    assert plan.driver_argv[13] == "--"
     assert len(plan.notes) == 1
     with pytest.raises(PlanError, match=r"job\.engine: found engine miles"):
         require_drivable(plan)
@@ -122,7 +127,6 @@ def test_the_native_engine_has_nothing_against_the_demo_shape():
 MILES_LIMITS = [
     ("MH551", {"model.weights": "random"}, "random"),
     ("MH552", {"model.rollout_quantisation": "fp8"}, "fp8"),
-    ("MH553", {"engine.miles.extra_args": {"use-kl-loss": True}}, "use-kl-loss"),
     ("MH553", {"engine.miles.extra_args": {"use-rollout-indexer-replay": True}}, "indexer"),
     ("MH555", {**GLM52, "engine.miles.extra_args": {"dsa-attention-backend": "tilelang", "qkv-format": "bshd"}}, 'qkv-format "bshd"'),
     ("MH555", {"engine.miles.extra_args": {"qkv-format": "bshd"}}, "max_tokens_per_gpu(4096)"),

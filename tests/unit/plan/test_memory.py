@@ -142,8 +142,8 @@ def test_megatron_static_memory_of_two_measured_models():
 
 REFUSED = [
     ("both sides backed up on 956 GB", "MH301", {**QWEN38, "offload.peak_device": "cpu"}),
-    ("a KL loss at coefficient 0", "MH553", {**QWEN38, "engine.miles.extra_args": {"use-kl-loss": True}}),
-    ("and the memory of its reference", "MH301", {**QWEN38, "engine.miles.extra_args": {"use-kl-loss": True}}),
+    ("a KL loss at coefficient 0", "MH561", {**QWEN38, "engine.miles.extra_args": {"use-kl-loss": True}}),
+    ("the memory of a reference", "MH301", {**QWEN38, "train.kl_coef": 0.01}),
     ("weights compared with a base backup", "MH553", {**QWEN38, "engine.miles.extra_args": {"check-weight-update-equal": True}}),
     ("pinned copies on a 2 TiB node", "MH301", {**GLM52, "offload.train": "host", "rollout.gpus_per_engine": 8}),
     ("dense DSA beyond 4096 tokens", "MH554", {**GLM52, "engine.miles.extra_args": {"dsa-attention-backend": "megatron"}}),
