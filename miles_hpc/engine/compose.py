@@ -232,9 +232,9 @@ def page_cache_roots(spec: JobSpec, run_dir: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(folder) for folder in folders if folder is not None))
 
 
-def save_trigger(spec: JobSpec) -> SaveTrigger:
-    """Return how the driver of the spec's engine is asked to save and stop."""
-    return miles.SAVE_TRIGGER if spec.job.engine == "miles" else native.SAVE_TRIGGER
+def save_trigger(spec: JobSpec) -> SaveTrigger | None:
+    """Return how the driver of the spec's engine is asked to save and stop; None where it cannot be asked."""
+    return miles.save_trigger(spec) if spec.job.engine == "miles" else native.SAVE_TRIGGER
 
 
 def _driver_argv(spec: JobSpec, python: str) -> tuple[str, ...]:

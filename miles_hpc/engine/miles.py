@@ -6,7 +6,8 @@ The flags of Miles' own script are `engine.miles_command`. Knows nothing of how 
 from collections.abc import Iterator
 
 from miles_hpc.engine.miles_command import SAVE_TRIGGER_PATH, train_flags
-from miles_hpc.engine.miles_flags import Flags
+from miles_hpc.engine.miles_flags import NOT_EXPOSED, OWNED, Flags
+from miles_hpc.engine.miles_revisions import is_lacking, revisions_with
 from miles_hpc.handoff import SaveTrigger
 from miles_hpc.plan.batch import longest_sample_tokens
 from miles_hpc.plan.findings import Check, Verdict
@@ -50,6 +51,14 @@ def driver_argv(spec: JobSpec, python: str) -> tuple[str, ...]:
         *(word for path in engine.python_path for word in ("--python-path", str(path))),
         *("--script", engine.script, "--", *train_flags(spec)),
     )
+
+
+def save_trigger(spec: JobSpec) -> SaveTrigger | None:
+    """Return how Miles is asked to save; None for a revision that cannot be asked."""
+    engine = spec.engine.miles
+    if engine is not None and is_lacking(engine.revision, "save-trigger-sentinel"):
+        return None
+    return SAVE_TRIGGER
 
 
 def make_environment(spec: JobSpec) -> tuple[EnvVar, ...]:
@@ -208,6 +217,42 @@ def _attention_replicas(spec: JobSpec) -> Iterator[Verdict]:
         )
 
 
+def _known(spec: JobSpec) -> Iterator[Verdict]:
+    engine = spec.engine.miles
+    if engine is None:
+        return
+    raw = {flag.name: flag.key for flag in Flags(spec).all}
+    rendered = {word.removeprefix("--") for word in train_flags(spec) if word.startswith("--")}
+    for name in sorted({*raw, *rendered}):
+        base = name.removeprefix("no-")
+        key = raw.get(name) or OWNED.get(base, "engine.miles.revision")
+        if base in NOT_EXPOSED:
+            yield _unknown(
+                engine.revision,
+                name,
+                key,
+                "a flag that Miles passes on to SGLang; no revision passes on this one",
+                "Remove it.",
+            )
+        elif is_lacking(engine.revision, name):
+            yield _unknown(
+                engine.revision,
+                name,
+                key,
+                "a flag that its driver has; argparse ends the run at one that it does not know",
+                f"Remove it, or name a revision that has it: {', '.join(revisions_with(base))}.",
+            )
+
+
+def _unknown(revision: str, name: str, key: str, expected: str, fix: str) -> Verdict:
+    return Verdict(
+        keys=tuple(dict.fromkeys((key, "engine.miles.revision"))),
+        found=f"--{name} with Miles {revision[:9]}",
+        expected=expected,
+        fix=fix,
+    )
+
+
 MILES_CHECKS = (
     Check(
         Rule(
@@ -268,5 +313,15 @@ MILES_CHECKS = (
             source=f"{_MILES} examples/swe-agent-harbor-docker/run_glm52_lora_tb2_daytona.py (dp-attention off)",
         ),
         _attention_replicas,
+    ),
+    Check(
+        Rule(
+            id="MH563",
+            title="flags that the revision has",
+            reason="Flags differ between revisions of Miles; one that is unknown ends the driver minutes after the nodes came"
+            " up. The head node looks again, at the checkout itself.",
+            source="docs/reference/miles-revisions.md",
+        ),
+        _known,
     ),
 )

@@ -1,7 +1,7 @@
 """The command of Miles' driver script: every flag that follows from a spec, in one list.
 
 `train_flags` is what `plan` shows and what runs, but for what only the head node can know: the model arguments of Miles' own
-scripts/models, and from which checkpoint an attempt continues (`probe.miles_driver`). What a flag means is Miles' affair;
+scripts/models, and from which checkpoint an attempt continues (`miles_driver`). What a flag means is Miles' affair;
 which key owns it is `engine.miles_flags`. Pure: reads no file.
 """
 
@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterator, Mapping
 
 from miles_hpc.engine.miles_flags import Flags, FlagValue
+from miles_hpc.engine.miles_revisions import is_lacking
 from miles_hpc.plan.batch import global_batch_size
-from miles_hpc.plan.layout import make_layout
+from miles_hpc.plan.grid import ranks_per_node, world_size
 from miles_hpc.spec.job import JobSpec
 
 CHECKPOINTS = "{run_dir}/checkpoints"
@@ -60,7 +61,7 @@ def engine_files(spec: JobSpec) -> Mapping[str, str]:
         # Off by default for a folder other than --hf-checkpoint, and then the engines keep the first policy for ever.
         "update_weights": True,
         # All GPUs of the group, which Miles divides into engines.
-        "server_groups": [{"worker_type": "regular", "num_gpus": make_layout(spec).world_size}],
+        "server_groups": [{"worker_type": "regular", "num_gpus": world_size(spec)}],
     }
     return {ROLLOUT_FILE: json.dumps({"sglang": [served]}, indent=2) + "\n"}
 
@@ -73,7 +74,9 @@ def _checkpoints(spec: JobSpec) -> Iterator[str]:
     yield from ("--save", CHECKPOINTS)
     # Without an interval Miles never saves; one as long as the run saves at its last step.
     yield from ("--save-interval", str(checkpoint.save_interval or spec.train.num_steps))
-    yield from ("--save-trigger-sentinel", SAVE_TRIGGER_PATH)
+    engine = spec.engine.miles
+    if engine is None or not is_lacking(engine.revision, "save-trigger-sentinel"):
+        yield from ("--save-trigger-sentinel", SAVE_TRIGGER_PATH)
     if checkpoint.save_hf and spec.lora is None:
         yield from ("--save-hf", f"{CHECKPOINTS}/hf/{{rollout_id}}")
 
@@ -218,11 +221,10 @@ def _offload(spec: JobSpec) -> Iterator[str]:
 
 
 def _nodes(spec: JobSpec) -> Iterator[str]:
-    layout = make_layout(spec)
-    yield from ("--actor-num-nodes", str(layout.num_nodes))
-    yield from ("--actor-num-gpus-per-node", str(layout.ranks_per_node))
-    # Miles counts 8 unless told otherwise.
-    yield from ("--num-gpus-per-node", str(layout.ranks_per_node))
+    ranks = str(ranks_per_node(spec))
+    yield from ("--actor-num-nodes", str(spec.cluster.num_nodes))
+    # Miles counts 8 GPUs a node unless told otherwise.
+    yield from ("--actor-num-gpus-per-node", ranks, "--num-gpus-per-node", ranks)
     yield "--colocate"
     if _rolls_out_only(spec):
         yield "--debug-rollout-only"

@@ -118,7 +118,7 @@ _ALIASES: Mapping[str, str] = {
 }
 _WHOLE_NAMES = frozenset({"optimizer"})
 """Names that begin like an owned flag and are flags of their own."""
-_NOT_EXPOSED = frozenset(
+NOT_EXPOSED = frozenset(
     f"sglang-{name}"
     for name in (
         "model-path",
@@ -137,19 +137,7 @@ _NOT_EXPOSED = frozenset(
         "enable-return-indexer-topk",
     )
 )
-_DISK = ("offload-train-target", "offload-train-disk-dir", "offload-train-disk-chunk-mb")
-_MISSING: Mapping[str, tuple[str, ...]] = {
-    "31f1ca961": (
-        "colocate-memory-peak-device",
-        "drop-checkpoint-page-cache-after-load",
-        "reload-rollout-weights-from-disk",
-        "disable-weights-backuper",
-    ),
-    "18bce68cb": ("drop-checkpoint-page-cache-after-load",),
-    "57b381de5": ("drop-checkpoint-page-cache-after-load",),
-    "e13758d9b": (*_DISK, "stream-optimizer-state-to-disk", "colocate-memory-peak-device"),
-}
-"""Flags that others of these revisions have and this one lacks."""
+"""Flags of SGLang that no revision of Miles passes on. Source: radixark/miles 31f1ca961 miles/backends/sglang_utils/arguments.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,32 +224,6 @@ def _once(spec: JobSpec) -> Iterator[Verdict]:
             )
 
 
-def _known(spec: JobSpec) -> Iterator[Verdict]:
-    engine = spec.engine.miles
-    if engine is None:
-        return
-    missing = next((names for known, names in _MISSING.items() if _is(engine.revision, known)), ())
-    asked = [(flag.base, flag.key) for flag in Flags(spec).all]
-    if spec.offload.peak_device == "gpu":
-        asked.append(("colocate-memory-peak-device", "offload.peak_device"))
-    if spec.offload.train == "disk":
-        asked.append(("offload-train-target", "offload.train"))
-    if spec.offload.stream_optimizer:
-        asked.append(("stream-optimizer-state-to-disk", "offload.stream_optimizer"))
-    for name, key in asked:
-        if name in missing or name in _NOT_EXPOSED:
-            yield Verdict(
-                keys=(key, "engine.miles.revision"),
-                found=f"--{name} with Miles {engine.revision[:9]}",
-                expected="a flag that its driver has; argparse ends the run at one that it does not know",
-                fix="Remove it, or name a revision that has it.",
-            )
-
-
-def _is(revision: str, known: str) -> bool:
-    return revision.startswith(known) or known.startswith(revision)
-
-
 FLAG_CHECKS = (
     Check(
         Rule(
@@ -282,15 +244,5 @@ FLAG_CHECKS = (
             source="Python manual, argparse (action store); seen in launchers that end with extra arguments",
         ),
         _once,
-    ),
-    Check(
-        Rule(
-            id="MH563",
-            title="flags that the revision has",
-            reason="Flags differ between revisions of Miles; one that is unknown ends the driver minutes after the nodes came"
-            " up. Some of SGLang's flags are not passed on by any revision.",
-            source=f"{_ARGUMENTS}; pull requests 2488 and 2781; miles/backends/sglang_utils/arguments.py (skipped flags)",
-        ),
-        _known,
     ),
 )

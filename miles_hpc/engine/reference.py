@@ -1,4 +1,4 @@
-"""Generates docs/reference/rules.md and docs/reference/environment.md from the rules and the environment table.
+"""Generates docs/reference/{rules,environment,miles-revisions}.md from the rules and the two tables.
 
     python -m miles_hpc.engine.reference [--check] [--output FOLDER]
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from miles_hpc.engine import miles
 from miles_hpc.engine.compose import all_rules, rule_level_text
+from miles_hpc.engine.miles_revisions import DESCRIPTIONS, differing_flags, revisions_with
 from miles_hpc.paths import packaged
 from miles_hpc.plan.environ import make_environment
 from miles_hpc.plan.plan import EnvVar
@@ -53,6 +54,29 @@ agent adds what only a node knows ([design](../design.md)). Nothing travels thro
 | variable | value | when | why | source |
 |---|---|---|---|---|
 """
+_REVISIONS = """# Revisions of Miles
+
+{generated}
+
+The flags of Miles' own parser that differ between the revisions of radixark/miles that this package knows. A plan refuses a flag that
+`engine.miles.revision` lacks (MH563); a revision that is not here is judged on the head node alone, by the sources of the site's checkout.
+
+| flag | {heads} |
+|---|{rule}|
+"""
+
+
+def revisions_page() -> str:
+    """Return docs/reference/miles-revisions.md."""
+    rows = [
+        f"| `--{flag}` | "
+        + " | ".join("yes" if name in revisions_with(flag) else "" for name in DESCRIPTIONS)
+        + " |"
+        for flag in differing_flags()
+    ]
+    heads = " | ".join(f"{name}, {text}" for name, text in DESCRIPTIONS.items())
+    rule = "|".join("---" for _ in DESCRIPTIONS)
+    return _REVISIONS.format(generated=_GENERATED, heads=heads, rule=rule) + "\n".join(rows) + "\n"
 
 
 def rules_page() -> str:
@@ -110,13 +134,18 @@ def _cell(value: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write both pages, or with `--check` tell whether they are fresh."""
+    """Write the pages, or with `--check` tell whether they are fresh."""
     parser = argparse.ArgumentParser(prog="python -m miles_hpc.engine.reference")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER)
     options = parser.parse_args(arguments)
     stale = 0
-    for name, text in (("rules.md", rules_page()), ("environment.md", environment_page())):
+    pages = {
+        "rules.md": rules_page(),
+        "environment.md": environment_page(),
+        "miles-revisions.md": revisions_page(),
+    }
+    for name, text in pages.items():
         path: Path = options.output / name
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue

@@ -30,12 +30,10 @@ COMMANDS = {
     "qwen38_4layer_rollout_only": ("qwen38_4layer", (ROLLOUT_ONLY,)),
     "glm52_lora_tb2_rollout_only": ("glm52_lora_tb2", (ROLLOUT_ONLY,)),
 }
-IMPOSSIBLE = ("glm45_355b_8x4", "glm52_16x8")
-"""Recipes of launchers whose grid does not fill the nodes; they have no plan."""
 MILES_JOBS = [
     path
     for path in sorted((ROOT / "jobs").glob("*.toml"))
-    if path.stem not in IMPOSSIBLE and load_spec(path).spec.job.engine == "miles"
+    if load_spec(path).spec.job.engine == "miles"
 ]
 
 
