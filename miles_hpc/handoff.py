@@ -50,11 +50,13 @@ class NcclPin:
         version_code: what ncclGetVersion must report (23007 for 2.30.7).
         preload: put it in LD_PRELOAD of Ray's worker processes.
         denied: versions that are refused though they were asked for.
+        on_mismatch: what a process of the job that uses another NCCL does to the job: end it, or warn.
     """
 
     path: str | None
     version_code: int
     preload: bool
+    on_mismatch: Literal["fail", "warn"] = "fail"
     denied: tuple[DeniedNccl, ...] = ()
 
 

@@ -24,7 +24,13 @@ def make_nccl_pin(spec: JobSpec) -> NcclPin | None:
     code = version_code(spec.nccl.version)
     refuse_denied(spec.nccl.version, denied)
     path = None if spec.nccl.path is None else str(spec.nccl.path)
-    return NcclPin(path=path, version_code=code, preload=True, denied=denied)
+    return NcclPin(
+        path=path,
+        version_code=code,
+        preload=True,
+        on_mismatch=spec.nccl.on_mismatch,
+        denied=denied,
+    )
 
 
 def read_denied() -> tuple[DeniedNccl, ...]:

@@ -27,6 +27,7 @@ from miles_hpc.node.guard import Word
 from miles_hpc.node.host_memory import watch_oom_kills
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.nccl import sha256_of
+from miles_hpc.node.nccl_watch import watching_nccl
 from miles_hpc.node.network import choose_interface, free_port, host_identity
 from miles_hpc.node.preflight import NodeFacts, check_node, compare_nodes, with_other_nodes
 from miles_hpc.node.ray_cluster import (
@@ -162,12 +163,24 @@ def serve(
     facts = check_node(context, environ)
     head = None if context.is_head else wait_for_head(context)
     settings = make_settings(context, environ, facts, head, resources)
-    if head is not None:
-        require_reach(context, settings, head)
-        resources.ray = start_ray(context, settings, head.ray_address)
-        context.events.append(Kind.RAY_STARTED, address=settings.interface.address)
-        watch_worker(context, settings, resources.ray, head.ray_address)
-        return
+    with watching_nccl(context, facts.nccl, settings.environ):
+        if head is not None:
+            require_reach(context, settings, head)
+            resources.ray = start_ray(context, settings, head.ray_address)
+            context.events.append(Kind.RAY_STARTED, address=settings.interface.address)
+            watch_worker(context, settings, resources.ray, head.ray_address)
+        else:
+            lead(context, facts, settings, resources, merge)
+
+
+def lead(
+    context: NodeContext,
+    facts: NodeFacts,
+    settings: RaySettings,
+    resources: NodeResources,
+    merge: EventMerge,
+) -> None:
+    """Start the head's Ray, wait for the other nodes, and run the driver to its end."""
     resources.ray = start_ray(context, settings, None)
     membership = watch_membership(context, settings)
     resources.probe = membership.probe

@@ -13,6 +13,7 @@ from miles_hpc.node.context import NodeContext
 from miles_hpc.node.network import Interface, nccl_interface
 from miles_hpc.node.survivors import TAG_VARIABLE
 from miles_hpc.preload import site_preload
+from miles_hpc.probe.nccl_hook import PYTHON_START
 
 # RAY_*: a foreign Ray's address, token or flags from the user's shell.
 # MILES_HPC_*, SUBMITIT_*, SBATCH_*, SRUN_*: an outer job's, or for the submission alone.
@@ -59,7 +60,7 @@ def node_environment(
     """Return the environment of Ray's daemons on this node, and so of every worker."""
     handoff = context.handoff
     own = {
-        "PYTHONPATH": handoff.code_dir,
+        "PYTHONPATH": handoff.code_dir if nccl is None else f"{PYTHON_START}:{handoff.code_dir}",
         "TMPDIR": str(temp),
         "MILES_HPC_RUN_DIR": str(context.run.root),
         "MILES_HPC_ATTEMPT_DIR": str(context.attempt.root),

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from miles_hpc.run.json_lines import JsonLineTail
 from miles_hpc.run.pace import Pace
 
 
@@ -19,7 +20,7 @@ class EventMerge:
     attempt_root: Path
     target: Path
     pace: Pace = field(default_factory=Pace)
-    _offsets: dict[Path, int] = field(default_factory=dict)
+    _tails: dict[Path, JsonLineTail] = field(default_factory=dict)
 
     def run_once(self) -> None:
         """Append what is new; a file that cannot be read now is read at the next pass."""
@@ -37,16 +38,8 @@ class EventMerge:
             file.write(b"".join(line for _, line in lines))
 
     def _new_lines(self, path: Path) -> list[tuple[float, bytes]]:
-        offset = self._offsets.get(path, 0)
-        if path.stat().st_size <= offset:
-            return []
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[path] = offset + len(whole)
         found = []
-        for line in whole.splitlines(keepends=True):
+        for line in self._tails.setdefault(path, JsonLineTail(path)).new_lines():
             try:
                 event = json.loads(line)
                 found.append((float(event["time_s"]), line))

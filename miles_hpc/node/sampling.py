@@ -26,8 +26,8 @@ from miles_hpc.run.samples import HostMemory, Sample, SampleLog
 from miles_hpc.run.save_request import ask_to_save
 
 INTERVAL_S = 1.0
-HOST_SHARE, GPU_SHARE, SCRATCH_SHARE = 0.0035, 0.0008, 0.0007
-"""Parts of one core that each source may take; together 0.5 %."""
+HOST_SHARE, GPU_SHARE, SCRATCH_SHARE, NCCL_SHARE = 0.003, 0.0008, 0.0007, 0.0005
+"""Parts of one core that each source may take, the watch over NCCL among them; together 0.5 %."""
 _JOIN_S = 5.0
 
 log = logging.getLogger(__name__)

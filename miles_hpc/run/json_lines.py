@@ -5,7 +5,8 @@ Knows no schema.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -25,6 +26,37 @@ def read_json_lines(path: Path) -> Iterator[dict[str, object]]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return
+    yield from _objects(lines)
+
+
+@dataclass(slots=True)
+class JsonLineTail:
+    """What has been appended to a file since the last look."""
+
+    path: Path
+    _offset: int = 0
+
+    def new_lines(self) -> list[bytes]:
+        """Return the whole lines that are new; raises OSError when the file cannot be read."""
+        if self.path.stat().st_size <= self._offset:
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.splitlines(keepends=True)
+
+    def new(self) -> Iterator[dict[str, object]]:
+        """Yield the new objects, oldest first; a foreign line is left out, and so is a file that is not there yet."""
+        try:
+            lines = self.new_lines()
+        except FileNotFoundError:
+            return
+        yield from _objects(lines)
+
+
+def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, object]]:
     for line in lines:
         try:
             found = json.loads(line)

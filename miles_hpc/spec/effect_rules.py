@@ -104,8 +104,9 @@ FAMILY_KEYS = Rule(
 )
 NCCL_KEYS = Rule(
     id="MH116",
-    title="a path of the library that is injected",
-    reason="Without preload the library is whatever torch resolves; a path to another one would be read by nobody.",
+    title="keys of the library that is injected",
+    reason="Without preload the library is whatever torch resolves; a path to another one would be read by nobody, and nothing"
+    " is proved of it.",
     source="docs/design.md, what runs on a node",
 )
 

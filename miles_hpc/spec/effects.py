@@ -219,7 +219,7 @@ EFFECTS: Sequence[Effect] = (
         equals("model.family", *LINEAR_FAMILIES),
         ("model.full_attention_interval",),
     ),
-    Effect(NCCL_KEYS, other_than("nccl.preload", "false"), ("nccl.path",)),
+    Effect(NCCL_KEYS, other_than("nccl.preload", "false"), ("nccl.path", "nccl.on_mismatch")),
 )
 
 REQUIREMENTS: Sequence[Requirement] = (

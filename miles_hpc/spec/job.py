@@ -300,7 +300,9 @@ class NcclTable(Table):
     path: NodePath | None = None
     """libnccl.so.2 on every node; left out, the one of the nvidia-nccl-cu13 package beside the node's Python."""
     preload: bool = True
-    """Inject the library by LD_PRELOAD into Ray's workers and prove its version in them."""
+    """Have the processes that use NCCL use this library: by LD_PRELOAD in the trainer ranks and engines, before torch elsewhere; and prove it in each."""
+    on_mismatch: Literal["fail", "warn"] = "fail"
+    """What a process of the job that uses another NCCL does: end the job with a verdict that names it, or write a `warning` event."""
     debug: Literal["VERSION", "WARN", "INFO"] | None = None
     """Value of NCCL_DEBUG."""
 

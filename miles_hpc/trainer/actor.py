@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from miles_hpc.errors import DriverError
-from miles_hpc.probe.nccl_hook import prove_nccl
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.trainer.packing import TokenPair
 from miles_hpc.trainer.samples import TrainSample
@@ -187,12 +186,6 @@ class TrainActor:
         torch.set_rng_state(state["rng"])
         self._step = int(state["step"])
         return self._step
-
-    def nccl_proof(self) -> dict[str, object]:
-        """Return what this process proves about the NCCL library it uses."""
-        major, minor, patch = (int(part) for part in self.spec.nccl.version.split("."))
-        proof = prove_nccl(major * 10000 + minor * 100 + patch)
-        return {**dataclasses.asdict(proof), "holds": proof.holds}
 
     def close(self) -> None:
         """Remove the files on scratch disk and leave the process group."""

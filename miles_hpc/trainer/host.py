@@ -10,8 +10,6 @@ from typing import Any
 
 import ray
 
-from miles_hpc.probe.nccl_hook import NcclProof, prove_nccl
-
 
 class Host:
     """One hosted object; its class is imported on `build`, not before."""
@@ -42,10 +40,6 @@ class Host:
     def see_gpus(self, gpu_ids: list[str]) -> None:
         """Let this process see `gpu_ids`; only before anything in it used CUDA."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
-
-    def prove_nccl(self, expected_code: int) -> NcclProof:
-        """Return which NCCL the calls of this process reach."""
-        return prove_nccl(expected_code)
 
 
 class TrainerHost(Host):

@@ -18,9 +18,8 @@ from miles_hpc.errors import DriverError
 from miles_hpc.paths import RunDir
 from miles_hpc.plan.resources import threads_per_bundle
 from miles_hpc.preload import merge_preload
-from miles_hpc.probe.nccl_hook import NcclProof
 from miles_hpc.process import run_short
-from miles_hpc.run.events import EventLog, Kind
+from miles_hpc.run.events import Kind
 from miles_hpc.spec.job import JobSpec, NativeTable
 from miles_hpc.trainer.calls import Fleet, Member, await_results
 from miles_hpc.trainer.host import Host, RolloutHost, TrainerHost
@@ -77,7 +76,7 @@ def start_actors(run: RunDir, planned: PlannedJob, environ: DriverEnviron) -> Ac
     """Place, build and load every actor within agent.placement_deadline.
 
     Raises:
-        DriverError: if the placement, the model or an actor fails, or an actor sees another NCCL than the pin.
+        DriverError: if the placement, the model or an actor fails.
     """
     spec = planned.spec
     started = time.monotonic()
@@ -186,7 +185,7 @@ def _place(start: _Start, host: type[Host], bundle: int, variables: dict[str, st
 def _build(
     start: _Start, trainers: Sequence[Member], engines: Sequence[Member], model_dir: Path
 ) -> tuple[Fleet, Fleet]:
-    """Have every actor import and make what it hosts; NCCL is proved before anything uses it."""
+    """Have every actor import and make what it hosts."""
     spec, layout = start.planned.spec, start.planned.layout
     spec_json = spec.model_dump_json()
     if start.planned.rollout.gpus_per_engine > 1 and layout.gpus_per_node:
@@ -212,11 +211,7 @@ def _build(
     members = [*trainers, *engines]
     nodes = await_results("start of actors", members, builds, deadline_s=start.left_s())
     named = [replace(member, node=node) for member, node in zip(members, nodes, strict=True)]
-    fleets = Fleet(tuple(named[: len(trainers)])), Fleet(tuple(named[len(trainers) :]))
-    _prove(start, fleets[0].members)
-    if spec.rollout.engine == "sglang":
-        _prove(start, fleets[1].members)
-    return fleets
+    return Fleet(tuple(named[: len(trainers)])), Fleet(tuple(named[len(trainers) :]))
 
 
 def _widen(start: _Start, trainers: Sequence[Member], engines: Sequence[Member]) -> None:
@@ -229,37 +224,6 @@ def _widen(start: _Start, trainers: Sequence[Member], engines: Sequence[Member])
         for member, first in zip(engines, range(0, len(gpu_ids), size), strict=True)
     ]
     await_results("GPUs of the engines", engines, told, deadline_s=start.left_s())
-
-
-def _prove(start: _Start, members: Sequence[Member]) -> None:
-    """Have every actor say which NCCL its calls reach, when one is preloaded."""
-    environ, version = start.environ, start.planned.spec.nccl.version
-    if environ.nccl is None:
-        return
-    major, minor, patch = (int(part) for part in version.split("."))
-    expected = major * 10000 + minor * 100 + patch
-    references = [member.handle.prove_nccl.remote(expected) for member in members]
-    proofs: list[NcclProof] = await_results(
-        "NCCL proof", members, references, deadline_s=start.left_s()
-    )
-    wrong = []
-    for member, proof in zip(members, proofs, strict=True):
-        EventLog(environ.events.path, member.node).append(
-            Kind.NCCL_PROOF,
-            actor=member.name,
-            version_code=proof.found_code,
-            expected_code=expected,
-            preload=str(environ.nccl),
-            mapped=list(proof.mapped),
-        )
-        if not proof.holds:
-            mapped = ", ".join(proof.mapped) or "no library"
-            wrong.append(f"{member}: {proof.found_code} from {mapped}")
-    if wrong:
-        raise DriverError(
-            f"driver, NCCL proof: found {'; '.join(wrong)}; expected {expected} ({version}) from {environ.nccl}. "
-            "Check nccl.path and that nothing else sets LD_PRELOAD in [env]."
-        )
 
 
 def _load(start: _Start, trainers: Fleet, engines: Fleet) -> None:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_hpc.probe.nccl_hook import PYTHON_START
+
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 15.0
 
@@ -37,7 +39,7 @@ def agent_environ(
     root = Path(__file__).resolve().parents[2]
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MILES_HPC_"))},
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": f"{PYTHON_START}:{root}",
         "RAY_ADDRESS": address,
         "RAY_AUTH_MODE": "disabled",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",

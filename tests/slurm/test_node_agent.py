@@ -34,10 +34,10 @@ LOOK_AROUND = """
     class Look:
         def see(self):
             from miles_hpc.probe.nccl_hook import prove_nccl
-            proof = prove_nccl(23007)
+            proof = prove_nccl()
             names = ("MILES_HPC_NODE", "MILES_HPC_NODE_INDEX", "MILES_HPC_EVENTS", "MILES_HPC_SCRATCH",
                      "PYTORCH_CUDA_ALLOC_CONF", "LD_PRELOAD", "TMPDIR", "RAY_ADDRESS")
-            return {"code": proof.found_code, "mapped": list(proof.mapped), **{n: os.environ.get(n) for n in names}}
+            return {"code": proof.version_code, "mapped": list(proof.mapped), **{n: os.environ.get(n) for n in names}}
 
     preload = {"env_vars": {"LD_PRELOAD": os.environ["MILES_HPC_NCCL"]}}
     with_nccl = [Look.options(resources={f"miles_hpc_node_{i}": 0.01}, runtime_env=preload).remote() for i in range(4)]

@@ -74,7 +74,7 @@ DRIVER = """
     class UsesNccl:
         def look(self):
             from miles_hpc.probe.nccl_hook import prove_nccl
-            return {"pid": os.getpid(), "preload": os.environ["LD_PRELOAD"], "code": prove_nccl(23007).found_code}
+            return {"pid": os.getpid(), "preload": os.environ["LD_PRELOAD"], "code": prove_nccl().version_code}
 
     from miles_hpc.preload import merge_preload
     preload = merge_preload(

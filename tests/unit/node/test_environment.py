@@ -7,6 +7,7 @@ from miles_hpc.handoff import SecretSource, Variable
 from miles_hpc.node.environment import driver_environment, fill_placeholders, node_environment
 from miles_hpc.node.network import Interface
 from miles_hpc.paths import RunDir
+from miles_hpc.probe.nccl_hook import PYTHON_START
 
 
 def environment(context, base, nccl="/x/libnccl.so.2"):
@@ -35,7 +36,7 @@ def test_settings_of_a_foreign_ray_or_python_do_not_get_in(make_context):
     environ = environment(make_context(), base)
     assert environ["PATH"] == "/bin"
     assert environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert environ["PYTHONPATH"] == "/frozen"
+    assert environ["PYTHONPATH"] == f"{PYTHON_START}:/frozen"
     assert environ["MILES_HPC_SCRATCH"] == "/nvme/job"
     absent = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_RUNTIME_ENV_HOOK", "LD_PRELOAD", "PYTHONHOME")
     assert not set(absent) & set(environ)
@@ -106,7 +107,9 @@ def test_gloo_gets_one_name_and_nccl_its_pattern(make_context):
 
 
 def test_without_preload_the_library_is_empty(make_context):
-    assert environment(make_context(), {}, nccl=None)["MILES_HPC_NCCL"] == ""
+    environ = environment(make_context(), {}, nccl=None)
+    assert environ["MILES_HPC_NCCL"] == ""
+    assert environ["PYTHONPATH"] == "/frozen"
 
 
 def test_nodes_that_share_a_host_have_different_tags(make_context):

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH of the job's processes: what every Python there does first; holds `sitecustomize` alone."""
