@@ -39,6 +39,7 @@ from miles_hpc.node.ray_cluster import (
     wait_until_ready,
     watch_membership,
 )
+from miles_hpc.node.ray_memory import ray_memory
 from miles_hpc.node.reach import UnreachableError, prove_reach, serving_reach
 from miles_hpc.node.rendezvous import HeadAddress, Rendezvous
 from miles_hpc.node.sampling import sampling
@@ -250,6 +251,7 @@ def make_settings(
         ),
         interface=interface,
         temp=resources.ray_temp.path,
+        memory=ray_memory(context.handoff, facts.memory_left_bytes),
         client_server=facts.ray_client,
         dashboard_port=(
             free_port("127.0.0.1") if context.handoff.dashboard and context.is_head else None

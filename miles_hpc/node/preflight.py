@@ -41,6 +41,7 @@ class NodeFacts:
     Attributes:
         nccl: the library that was checked; None when the job has no pin.
         memory_bytes: what this job may use here, by cgroup or machine.
+        memory_left_bytes: what of it is not held yet, or by files alone.
         ray_client: Ray's client server would start and needs a port of its own.
     """
 
@@ -48,6 +49,7 @@ class NodeFacts:
     nccl: Path | None
     nccl_code: int | None
     memory_bytes: int
+    memory_left_bytes: int
     python_version: str
     ray_version: str
     ray_client: bool
@@ -75,6 +77,7 @@ def check_node(context: NodeContext, environ: Mapping[str, str]) -> NodeFacts:
         nccl=Path(str(path)) if path is not None else None,
         nccl_code=code if isinstance(code, int) else None,
         memory_bytes=seen.memory_bytes,
+        memory_left_bytes=seen.memory_left_bytes,
         python_version=str(report.get("python")),
         ray_version=str(report.get("ray")),
         ray_client=bool(report.get("ray_client")),
@@ -85,6 +88,7 @@ def check_node(context: NodeContext, environ: Mapping[str, str]) -> NodeFacts:
         python=facts.python_version,
         ray=facts.ray_version,
         memory_bytes=facts.memory_bytes,
+        memory_left_bytes=facts.memory_left_bytes,
         scratch_root=str(facts.scratch_root),
     )
     if facts.nccl is not None:

@@ -15,6 +15,7 @@ from miles_hpc.errors import Fault, MilesHpcError, NodeError, PreflightError
 from miles_hpc.handoff import Handoff
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.network import Interface, free_port, is_reachable
+from miles_hpc.node.ray_memory import RayMemory
 from miles_hpc.node.rendezvous import HeadAddress, NodeFailure
 from miles_hpc.node.supervise import Child, LineReader, start_child, start_reporter, wait_for
 from miles_hpc.process import run_short
@@ -32,6 +33,7 @@ class RaySettings:
     environ: Mapping[str, str]
     interface: Interface
     temp: Path
+    memory: RayMemory
     client_server: bool
     dashboard_port: int | None = None
 
@@ -81,7 +83,8 @@ def ray_start_argv(
         f"--num-cpus={num_cpus(handoff)}",
         f"--num-gpus={handoff.gpus_per_node}",
         f"--resources={resources}",
-        f"--object-store-memory={handoff.object_store_bytes}",
+        f"--memory={settings.memory.workers}",
+        f"--object-store-memory={settings.memory.store}",
         f"--temp-dir={settings.temp}",
         # The defaults are fixed: 10002 to 19999 and 52365. Zero lets each process bind what is free.
         "--min-worker-port=0",

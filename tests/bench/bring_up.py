@@ -36,8 +36,10 @@ from svg_chart import line_chart
 
 import miles_hpc
 from miles_hpc.handoff import Handoff
+from miles_hpc.node.memory import memory_left_bytes
 from miles_hpc.node.network import choose_interface
 from miles_hpc.node.ray_cluster import RaySettings, ray_start_argv
+from miles_hpc.node.ray_memory import ray_memory
 from miles_hpc.run.events import Kind
 from miles_hpc.slurm import NodeIdentity
 from tests.slurm import jobs
@@ -189,6 +191,7 @@ def bare_nodes(folder: Path, handoff: Handoff, names: tuple[str, ...]) -> list[B
             environ={},
             interface=choose_interface(identity, None, None),
             temp=temp,
+            memory=ray_memory(handoff, memory_left_bytes()[0]),
             client_server=False,
         )
         argv = ray_start_argv(handoff, identity, settings, _ADDRESS if index else None)

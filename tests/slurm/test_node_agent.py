@@ -54,6 +54,8 @@ LOOK_AROUND = """
         "actors": ray.get([look.see.remote() for look in with_nccl]),
         "plain": ray.get(without.see.remote()),
         "cpus": ray.cluster_resources()["CPU"],
+        "memory": [node["Resources"]["memory"] for node in ray.nodes()],
+        "stores": [node["Resources"]["object_store_memory"] for node in ray.nodes()],
         "nodes": len([node for node in ray.nodes() if node["Alive"]]),
         "token_mode": oct(os.stat(os.environ["RAY_AUTH_TOKEN_PATH"]).st_mode & 0o777),
         "exposed": exposed,
@@ -66,7 +68,12 @@ LOOK_AROUND = """
 @pytest.fixture(scope="module")
 def four_nodes(slurm, tmp_path_factory):
     """Return a finished run of four nodes, and Slurm's record of its job."""
-    run = write_run(tmp_path_factory.mktemp("four") / "run with blank", LOOK_AROUND, num_nodes=4)
+    run = write_run(
+        tmp_path_factory.mktemp("four") / "run with blank",
+        LOOK_AROUND,
+        num_nodes=4,
+        memory_bytes=500 << 20,
+    )
     # A foreign Ray of the user's shell, and a secret that must stay in the environment.
     job_id = submit(
         slurm,
@@ -84,6 +91,9 @@ def test_four_nodes_form_one_ray_with_what_the_handoff_says(four_nodes):
     _, seen = four_nodes
     assert seen["nodes"] == 4
     assert seen["cpus"] == 8.0
+    # Slurm gives 500 MiB, and nothing on this rig enforces it.
+    assert seen["stores"] == [80 << 20] * 4
+    assert seen["memory"] == [420 << 20] * 4
     assert [actor["MILES_HPC_NODE"] for actor in seen["actors"]] == [
         "g1-n01", "g1-n02", "g1-n03", "g1-n04",
     ]  # fmt: skip

@@ -16,6 +16,7 @@ CHECKS: tuple[Check, ...] = (
     gpu.check_gpu_health,
     gpu.check_driver,
     host.check_memory,
+    host.check_memory_left,
     host.check_shared_memory,
     host.check_limits,
     host.check_scratch,

@@ -10,6 +10,12 @@ from miles_hpc.errors import Fault
 from miles_hpc.handoff import Handoff
 from miles_hpc.node.checks.observation import SHM, Observation
 from miles_hpc.node.nccl import NcclFound, describe_code, judge_nccl
+from miles_hpc.node.ray_memory import (
+    LEAST_STORE_BYTES,
+    LEAST_WORKER_BYTES,
+    share_bytes,
+    store_bytes,
+)
 from miles_hpc.run.node_report import NodeFinding
 from miles_hpc.units import format_bytes
 
@@ -86,9 +92,26 @@ def check_memory(seen: Observation, handoff: Handoff) -> Iterable[NodeFinding]:
     )
 
 
+def check_memory_left(seen: Observation, handoff: Handoff) -> Iterable[NodeFinding]:
+    """Enough of that memory is free, or held by files alone, for Ray to start."""
+    left = share_bytes(handoff, seen.memory_left_bytes)
+    needed = LEAST_STORE_BYTES + LEAST_WORKER_BYTES
+    is_enough = left >= needed
+    yield NodeFinding(
+        node=seen.node,
+        check="memory left",
+        found=f"{format_bytes(left)} ({seen.memory_left_source})",
+        expected=f"{format_bytes(needed)} at least, for Ray's object store and one worker",
+        fix=""
+        if is_enough
+        else "See what else holds memory in this cgroup or on this node, or ask Slurm for more (cluster.memory_per_node).",
+        level="ok" if is_enough else "fault",
+    )
+
+
 def check_shared_memory(seen: Observation, handoff: Handoff) -> Iterable[NodeFinding]:
     """/dev/shm holds Ray's object store."""
-    needed = handoff.object_store_bytes
+    needed = store_bytes(handoff, seen.memory_left_bytes)
     is_enough = seen.shm_free_bytes >= needed
     yield NodeFinding(
         node=seen.node,

@@ -20,7 +20,7 @@ from miles_hpc.filesystem import describe_path, free_bytes
 from miles_hpc.handoff import Handoff
 from miles_hpc.node.context import NodeContext
 from miles_hpc.node.environment import without_foreign_settings
-from miles_hpc.node.memory import memory_limit_bytes
+from miles_hpc.node.memory import memory_left_bytes, memory_limit_bytes
 from miles_hpc.node.scratch import choose_scratch_root
 from miles_hpc.process import Completed, run_short
 from miles_hpc.run.gpu_state import GpuReport, gpu_report_from
@@ -57,6 +57,8 @@ class Observation:
     visible_gpus: tuple[int, str]
     memory_bytes: int
     memory_source: str
+    memory_left_bytes: int
+    memory_left_source: str
     scratch_root: Path | None
     scratch_look: str
     scratch_faults: tuple[Fault, ...]
@@ -77,6 +79,7 @@ def observe(context: NodeContext, environ: Mapping[str, str]) -> Observation:
     gpu_answer = _ask(lambda: _ask_gpus(handoff, environ)) if handoff.gpus_per_node else None
     scratch_root, scratch_faults = choose_scratch_root(handoff.scratch, environ, context.node)
     memory, memory_source = memory_limit_bytes()
+    memory_left, memory_left_source = memory_left_bytes()
     paths = {path: look_at(Path(path)) for path in handoff.needed_paths}
     code = code_digest(Path(handoff.code_dir))
     secret_faults = _secret_faults(context)
@@ -89,6 +92,8 @@ def observe(context: NodeContext, environ: Mapping[str, str]) -> Observation:
         visible_gpus=count_visible_gpus(environ, is_local=handoff.cluster == "local"),
         memory_bytes=memory,
         memory_source=memory_source,
+        memory_left_bytes=memory_left,
+        memory_left_source=memory_left_source,
         scratch_root=scratch_root,
         scratch_look="" if scratch_root is None else look_at_disk(scratch_root),
         scratch_faults=scratch_faults,

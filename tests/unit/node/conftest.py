@@ -1,5 +1,6 @@
 """A node's context in a temporary run folder."""
 
+import os
 import sys
 from dataclasses import replace
 
@@ -7,12 +8,31 @@ import pytest
 
 from miles_hpc.handoff import Handoff, NcclPin, ScratchRequest, Variable
 from miles_hpc.node.context import NodeContext
+from miles_hpc.node.host_memory import MemoryCgroup
+from miles_hpc.node.memory import memory_cgroups
 from miles_hpc.node.rendezvous import Rendezvous
 from miles_hpc.node.supervise import StopRequest
 from miles_hpc.paths import RunDir
 from miles_hpc.run.events import EventLog
 from miles_hpc.slurm import NodeIdentity
 from tests.fakes.slurm import fake_slurm, no_slurm  # noqa: F401
+
+
+@pytest.fixture
+def small_cgroup():
+    """A real memory cgroup of 64 MiB below this process's own."""
+    own = next(memory_cgroups(), None)
+    if own is None:
+        pytest.skip("no memory cgroup on this machine")
+    folder, version = own[0] / f"mhpc-test-{os.getpid()}", own[1]
+    try:
+        folder.mkdir()
+        limit = "memory.max" if version == 2 else "memory.limit_in_bytes"
+        (folder / limit).write_text(str(64 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield MemoryCgroup(folder=folder, version=version)
+    folder.rmdir()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from miles_hpc.node.host_memory import (
     own_cgroup,
     sum_processes,
 )
-from miles_hpc.node.memory import memory_cgroups
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -45,23 +44,6 @@ unevictable 12288
 """
 V1_JOB = "slurm/uid_1000/job_7"
 V2_JOB = "system.slice/slurmstepd.scope/job_7"
-
-
-@pytest.fixture
-def small_cgroup():
-    """A real memory cgroup of 64 MiB below this process's own."""
-    own = next(memory_cgroups(), None)
-    if own is None:
-        pytest.skip("no memory cgroup on this machine")
-    folder, version = own[0] / f"mhpc-test-{os.getpid()}", own[1]
-    try:
-        folder.mkdir()
-        limit = "memory.max" if version == 2 else "memory.limit_in_bytes"
-        (folder / limit).write_text(str(64 << 20))
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    yield MemoryCgroup(folder=folder, version=version)
-    folder.rmdir()
 
 
 def write_tree(root, membership: str, files: dict[str, str]):

@@ -16,6 +16,7 @@ from miles_hpc.node.ray_cluster import (
     ray_start_argv,
     watch_membership,
 )
+from miles_hpc.node.ray_memory import RayMemory
 from miles_hpc.node.supervise import start_reporter
 
 
@@ -24,6 +25,7 @@ def settings(*, client_server: bool = False) -> RaySettings:
         environ={},
         interface=Interface(name="lo", address="127.0.0.1"),
         temp=Path("/tmp/mhpc-0/abc"),
+        memory=RayMemory(workers=400 << 20, store=80 << 20),
         client_server=client_server,
     )
 
@@ -40,7 +42,7 @@ def test_the_head_lets_ray_choose_its_port_and_opens_no_dashboard(make_context):
     assert "address" not in found
     assert json.loads(found["resources"]) == {"miles_hpc_node_0": 1}
     assert (found["num-cpus"], found["num-gpus"]) == ("4", "0")
-    assert found["object-store-memory"] == str(80 << 20)
+    assert (found["memory"], found["object-store-memory"]) == (str(400 << 20), str(80 << 20))
 
 
 def test_a_dashboard_listens_on_loopback_alone(make_context):
