@@ -147,6 +147,7 @@ class Handoff:
         save_trigger: None for a driver that cannot be asked to save.
         time_limit_s: longest run time of an attempt; Slurm's own word on the end comes before it.
         save_grace_s / save_before_limit_s: the spec's; None means: from the measured steps and saves.
+        hang_after_s: least time without any event of the driver after which it counts as hung.
         needed_paths: model and data files that every node must see.
         doctor: check the nodes and end; no Ray, no driver.
     """
@@ -178,6 +179,7 @@ class Handoff:
     time_limit_s: float | None = None
     save_grace_s: float | None = None
     save_before_limit_s: float | None = None
+    hang_after_s: float = 3600.0
     needed_paths: tuple[str, ...] = ()
     doctor: bool = False
     version: int = VERSION

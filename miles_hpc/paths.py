@@ -66,6 +66,10 @@ class AttemptDir:
         """samples-NODE.jsonl: memory of the job on this node over time; its schema is `run.samples`."""
         return self.root / f"samples-{node}.jsonl"
 
+    def stacks(self, node: str) -> Path:
+        """stacks/NODE.txt: where the job's processes on this node stood when the driver hung."""
+        return self.root / "stacks" / f"{node}.txt"
+
     def ray_logs(self, node: str) -> Path:
         """ray-NODE/: Ray's log files, copied from the node at teardown."""
         return self.root / f"ray-{node}"

@@ -151,7 +151,16 @@ def node_handoff(
         time_limit_s=spec.job.time_limit,
         save_grace_s=spec.agent.save_grace,
         save_before_limit_s=spec.agent.save_before_limit,
+        hang_after_s=hang_after_s(spec),
     )
+
+
+def hang_after_s(spec: JobSpec) -> float:
+    """Return the least silence that counts as a hang: before the native driver itself gives a phase up, and its stacks are gone."""
+    native = spec.engine.native
+    if native is None:
+        return spec.agent.hang_after
+    return min(spec.agent.hang_after, 0.9 * native.phase_deadline)
 
 
 def needed_paths(spec: JobSpec) -> tuple[str, ...]:

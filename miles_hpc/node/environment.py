@@ -60,7 +60,7 @@ def node_environment(
     """Return the environment of Ray's daemons on this node, and so of every worker."""
     handoff = context.handoff
     own = {
-        "PYTHONPATH": handoff.code_dir if nccl is None else f"{PYTHON_START}:{handoff.code_dir}",
+        "PYTHONPATH": f"{PYTHON_START}:{handoff.code_dir}",
         "TMPDIR": str(temp),
         "MILES_HPC_RUN_DIR": str(context.run.root),
         "MILES_HPC_ATTEMPT_DIR": str(context.attempt.root),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from miles_hpc.errors import DriverError, PreflightError
 from miles_hpc.node.context import NodeContext
+from miles_hpc.node.hang import HangError
 from miles_hpc.run.cause import Cause, Finding, LogEnd, cause_of_driver_end, find_in_logs, one_line
 from miles_hpc.run.events import Kind, read_events
 from miles_hpc.run.resume import read_object
@@ -69,6 +70,8 @@ def cause_of_failure(
         driver_code: what the driver returned; None when it never ran.
         driver_ran: the driver had been started, so the cluster had come up.
     """
+    if kind == HangError.__name__:
+        return Finding(Cause.HANG, one_line(message))
     if kind == PreflightError.__name__:
         return Finding(Cause.PREFLIGHT, one_line(message))
     killed = oom_evidence(context)

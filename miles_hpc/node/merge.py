@@ -1,6 +1,6 @@
 """The head's copy of what every node reported: `attempts/N/events-*.jsonl` into the run's `events.jsonl`, while it runs.
 
-Only whole lines are taken, each once. What they say of the driver's pace is `run.pace`'s; no other meaning is known here.
+Only whole lines are taken, each once. What they say of the driver is `run.pace`'s and `run.silence`'s; no other meaning is known here.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from miles_hpc.run.json_lines import JsonLineTail
 from miles_hpc.run.pace import Pace
+from miles_hpc.run.silence import Silence
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class EventMerge:
     attempt_root: Path
     target: Path
     pace: Pace = field(default_factory=Pace)
+    silence: Silence = field(default_factory=Silence)
     _tails: dict[Path, JsonLineTail] = field(default_factory=dict)
 
     def run_once(self) -> None:
@@ -46,4 +48,5 @@ class EventMerge:
             except (ValueError, KeyError, TypeError):
                 continue
             self.pace.note(event)
+            self.silence.note(event)
         return found

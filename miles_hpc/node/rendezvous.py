@@ -4,6 +4,7 @@
     report-NODE.json what a node's checks found           loaded      drop the page cache now
     failed-NODE.json a node that cannot go on
     stop.json        the head's verdict: end now          gone-NODE   this node has stopped its Ray
+    stacks_wanted    the driver hangs: say where you are  stacks-NODE this node has said so
 
 Knows the files, not what their readers do.
 """
@@ -136,6 +137,22 @@ class Rendezvous:
     def is_stopped(self) -> bool:
         """Say whether the head has decided that the attempt ends."""
         return (self.root / "stop.json").exists()
+
+    def want_stacks(self, reason: str) -> None:
+        """Ask every node where its processes stand."""
+        self._write("stacks_wanted", {"reason": reason, "time_s": time.time()})
+
+    def wants_stacks(self) -> bool:
+        """Say whether the head wants to know where this node's processes stand."""
+        return (self.root / "stacks_wanted").exists()
+
+    def announce_stacks(self, node: str) -> None:
+        """Tell the head that the stacks of `node` are written."""
+        self._write(f"stacks-{node}", {"time_s": time.time()})
+
+    def have_stacks(self) -> frozenset[str]:
+        """Return the nodes whose stacks are written."""
+        return frozenset(path.name.removeprefix("stacks-") for path in self.root.glob("stacks-*"))
 
     def announce_gone(self, node: str) -> None:
         """Tell the head that `node` has stopped its Ray."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from miles_hpc.errors import DriverError, NodeError
 from miles_hpc.node.context import NodeContext
+from miles_hpc.node.hang import HangWatch, answer_stacks
 from miles_hpc.node.merge import EventMerge
 from miles_hpc.node.network import is_reachable
 from miles_hpc.node.page_cache import PageCache
@@ -44,6 +45,7 @@ def watch_head(
     driver, ray = children["driver"], children["ray"]
     cache = PageCache(context)
     saves = watch_saves(context, merge.pace)
+    hang = watch_hang(context, settings, merge)
     due_s = 0.0
     while True:
         context.stop.raise_if_requested()
@@ -63,10 +65,18 @@ def watch_head(
             reap_orphans(tuple(children.values()))
             merge.run_once()
             saves.look(None)
+            hang.look()
             if merge.pace.is_loaded and not context.rendezvous.is_loaded():
                 context.rendezvous.announce_loaded()
             cache.drop_when_loaded()
         time.sleep(POLL_S)
+
+
+def watch_hang(context: NodeContext, settings: RaySettings, merge: EventMerge) -> HangWatch:
+    """Return the watch for a silent driver, which knows how long earlier attempts' phases took."""
+    merge.silence.learn(context.run.events)
+    floor_s = context.handoff.hang_after_s
+    return HangWatch(context, merge.silence, floor_s=floor_s, temp=settings.temp / "tmp")
 
 
 def raise_if_node_lost(context: NodeContext, membership: Membership, *, wait_s: float) -> None:
@@ -129,6 +139,7 @@ def watch_worker(
         if time.monotonic() >= due_s:
             due_s = time.monotonic() + _HEAD_CHECK_S
             reap_orphans((ray,))
+            answer_stacks(context, settings.temp / "tmp")
             if is_reachable(host, int(port), timeout_s=_HEAD_CHECK_S):
                 heard_s = time.monotonic()
             elif time.monotonic() - heard_s > _HEAD_SILENCE_S:

@@ -24,6 +24,7 @@ class Cause(StrEnum):
     TIME_LIMIT = "time_limit"
     PREEMPTION = "preemption"
     CANCELLED = "cancelled"
+    HANG = "hang"
     USER_CODE = "user_code"
     UNKNOWN = "unknown"
 

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     PAGE_CACHE_DROPPED = "page_cache_dropped"
     MEMORY_ALARM = "memory_alarm"
     OOM_KILL = "oom_kill"
+    HANG = "hang"
     NODE_FAILED = "node_failed"
     TEARDOWN = "teardown"
     ATTEMPT_ENDED = "attempt_ended"

@@ -22,6 +22,8 @@ class AgentTable(Table):
     """Longest time from asking the driver to save and stop until it is ended without. Left out: twice the longest step and save so far, at least 1 min; 5 min while neither was measured."""
     save_before_limit: Duration | None = None
     """Least time before the end of `job.time_limit` at which the driver is asked to save and stop; the longest step and save so far and the teardown are taken where they are longer. Left out: 2 min, or a tenth of `job.time_limit` where that is less."""
+    hang_after: Deadline = Seconds(3600.0)
+    """Least time without any event of the driver after which it counts as hung; three times the longest that its phase has taken so far where that is longer. Then the stacks of all its processes are collected and the attempt fails. A driver that tells no phase is not judged."""
     dashboard: bool = False
     """Start Ray's dashboard on the head node, on loopback and behind the job's token, for `miles-hpc attach`; needs ray[default] there."""
     memory_alarm: PositiveSize | None = None

@@ -1,7 +1,7 @@
-"""What every Python of the job does first: has NCCL proved, then runs the site's own sitecustomize.
+"""What every Python of the job does first: makes its stacks available, has NCCL proved, then runs the site's own sitecustomize.
 
-Python imports one module of this name, the first on sys.path, so the next one is run from here. Costs nothing where the
-job preloads no NCCL. Knows no NCCL itself: that is `miles_hpc.probe.nccl_hook`, imported where a process uses it.
+Python imports one module of this name, the first on sys.path, so the next one is run from here. Of NCCL it costs nothing
+where the job preloads none. Knows no NCCL itself: that is `miles_hpc.probe.nccl_hook`, imported where a process uses it.
 """
 
 import contextlib
@@ -70,7 +70,18 @@ def _run_next() -> None:
     spec.loader.exec_module(module)
 
 
+def _register_stacks() -> None:
+    if "MILES_HPC_RUN_DIR" not in os.environ or not os.environ.get("TMPDIR"):
+        return
+    # Another Python, which may be older, has what it can import.
+    with contextlib.suppress(ImportError, AttributeError):
+        from miles_hpc.probe.stack_hook import register_stacks
+
+        register_stacks()
+
+
 try:
+    _register_stacks()
     _prove_nccl()
 finally:
     _run_next()

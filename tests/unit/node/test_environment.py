@@ -109,7 +109,7 @@ def test_gloo_gets_one_name_and_nccl_its_pattern(make_context):
 def test_without_preload_the_library_is_empty(make_context):
     environ = environment(make_context(), {}, nccl=None)
     assert environ["MILES_HPC_NCCL"] == ""
-    assert environ["PYTHONPATH"] == "/frozen"
+    assert environ["PYTHONPATH"] == f"{PYTHON_START}:/frozen"
 
 
 def test_nodes_that_share_a_host_have_different_tags(make_context):
