@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from miles_hpc import __version__
+from miles_hpc import __version__, run_commands
 from miles_hpc.errors import MilesHpcError
 from miles_hpc.launch.options import (
     AsJson,
@@ -262,6 +262,9 @@ def cancel(run: RunPath, save: SaveFirst = False, as_json: AsJson = False) -> No
     from miles_hpc.launch.queue import open_run
 
     _print_status(end_job(open_run(run), save=save), as_json=as_json)
+
+
+app.command()(run_commands.resume)
 
 
 @app.command()

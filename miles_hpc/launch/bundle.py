@@ -188,7 +188,7 @@ def _fill(partial: RunDir, loaded: LoadedSpec, handoff: Handoff, *, script: str)
     partial.spec.mkdir()
     for name, content in loaded.files.items():
         (partial.spec / name).write_bytes(content)
-    _freeze_code(partial.code)
+    freeze_code(partial.code)
     for folder in (partial.submission, partial.attempts_root, partial.cache, partial.checkpoints):
         folder.mkdir()
     write_whole(partial.handoff, handoff.to_json())
@@ -203,7 +203,7 @@ def _write_engine_files(partial: RunDir, spec: JobSpec) -> None:
         write_whole(partial.engine / name, text)
 
 
-def _freeze_code(target: Path) -> None:
+def freeze_code(target: Path) -> None:
     """Copy the package, so that a queued job does not run later edits.
 
     What this interpreter has compiled comes along, or every agent and probe would compile its modules anew. A copy keeps

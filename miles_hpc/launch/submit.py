@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -41,18 +41,32 @@ _SITE_DEFAULTS = ("account", "clusters", "constraint", "partition", "qos", "rese
 _FROZEN_FOR_SUBMITIT = ("submitit", "cloudpickle", "typing_extensions")
 
 
-def submit_run(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
+def submit_run(
+    spec: JobSpec,
+    run: RunDir,
+    handoff: Handoff,
+    *,
+    on_refusal: Callable[[RunDir], None] = remove_run_folder,
+) -> str:
     """Submit the job of `run` where its handoff says and return the job id; a refused job leaves no run folder.
+
+    A folder that holds more than the refused job has an `on_refusal` of its own.
 
     Raises:
         SubmitError: if there is no such cluster here, or it refuses the job.
     """
     if handoff.cluster == "local":
-        return submit_local(spec, run, handoff)
-    return submit_slurm(spec, run, handoff)
+        return submit_local(spec, run, handoff, on_refusal=on_refusal)
+    return submit_slurm(spec, run, handoff, on_refusal=on_refusal)
 
 
-def submit_slurm(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
+def submit_slurm(
+    spec: JobSpec,
+    run: RunDir,
+    handoff: Handoff,
+    *,
+    on_refusal: Callable[[RunDir], None] = remove_run_folder,
+) -> str:
     """Submit the job of `run` to Slurm through submitit, write job.json and return the job id.
 
     Raises:
@@ -60,7 +74,7 @@ def submit_slurm(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
     """
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if missing:
-        remove_run_folder(run)
+        on_refusal(run)
         raise SubmitError(
             f"submit: found no {' and no '.join(missing)} on PATH; expected Slurm's client commands. "
             "Run it on this machine (--cluster local), write the folder for plain sbatch (miles-hpc render SPEC -o DIR), "
@@ -93,7 +107,7 @@ def submit_slurm(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
         try:
             job = executor.submit(os.execv, "/usr/bin/env", list(node_argv(handoff)))
         except submitit.core.utils.FailedJobError as error:
-            remove_run_folder(run)
+            on_refusal(run)
             raise _refused(error) from error
         except submitit.core.utils.FailedSubmissionError as error:
             # sbatch said yes, so there may be a job that needs this folder.
@@ -106,7 +120,13 @@ def submit_slurm(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
     return job_id
 
 
-def submit_local(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
+def submit_local(
+    spec: JobSpec,
+    run: RunDir,
+    handoff: Handoff,
+    *,
+    on_refusal: Callable[[RunDir], None] = remove_run_folder,
+) -> str:
     """Start the job of `run` on this machine, write job.json and return the controller's process id.
 
     A short child in a session of its own starts the controller, which so survives this terminal and its Ctrl-C.
@@ -133,10 +153,10 @@ def submit_local(spec: JobSpec, run: RunDir, handoff: Handoff) -> str:
     )
     job = read_object(run.job)
     if done.exit_code == SubmitError.exit_code:
-        remove_run_folder(run)
+        on_refusal(run)
         raise SubmitError(done.stderr.strip())
     if not done.ok or job is None:
-        remove_run_folder(run)
+        on_refusal(run)
         raise SubmitError(
             f"submit: {done.describe()}; expected submitit's local controller to start. "
             f"Install the package with its dependencies for {sys.executable}."
@@ -218,9 +238,9 @@ def _node_python(run: RunDir, handoff: Handoff) -> str:
         if spec.submodule_search_locations:
             source = Path(spec.origin).parent
             ignored = shutil.ignore_patterns("__pycache__", "*.py[co]", "test_*")
-            shutil.copytree(source, folder / name, ignore=ignored)
+            shutil.copytree(source, folder / name, ignore=ignored, dirs_exist_ok=True)
         else:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(spec.origin, folder)
     return shlex.join(
         (

@@ -185,7 +185,7 @@ def _take(
                 raise ResumeError(
                     f"{run.root}: {spent} attempts have ended without success; expected fewer than "
                     f"job.max_attempts = {max_attempts}. "
-                    "Read the attempts' reasons (miles-hpc status), then submit the spec again with a larger job.max_attempts."
+                    "Read the attempts' reasons, then allow more: miles-hpc resume RUN --set job.max_attempts=N."
                 )
             attempt = run.attempt(number)
             try:

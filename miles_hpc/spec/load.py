@@ -7,12 +7,10 @@ Precedence, lowest first: site profile, extended files in order, the spec, `--se
 value replaces the one below it.
 """
 
-import datetime
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +26,7 @@ from miles_hpc.spec.rules import Settings
 from miles_hpc.spec.scan import KeyPath
 from miles_hpc.spec.schema import spec_keys
 from miles_hpc.spec.source import Kind, Layer, Sources, read_chain, read_overrides
+from miles_hpc.spec.unfit import unfit_values
 
 SITES_VARIABLE = "MILES_HPC_SITES"
 SITE_KEYS = frozenset({"cluster", "network", "offload", "nccl", "env", "agent", "engine"})
@@ -110,6 +109,30 @@ def load_spec(
             for key, origin in merged.origins.items()
         },
     )
+
+
+def load_planned(
+    values: Mapping[str, object], label: str, overrides: Sequence[str] = ()
+) -> JobSpec:
+    """Return the spec whose JSON `values` stand in a plan, with `overrides` laid over it.
+
+    Rules of what has an effect were checked when the plan was made; its values name every default.
+
+    Raises:
+        SpecError: with every fault, one a line.
+    """
+    _require_current_folder()
+    sources = Sources()
+    sources.layers.append(
+        Layer(label=label, kind="file", folder=Path.cwd(), values=dict(values), lines={})
+    )
+    read_overrides(sources, overrides)
+    merged = _Merged(sources)
+    merged.remove_unfit_values()
+    spec = merged.validate()
+    if spec is None or sources.faults:
+        raise refusal(sources.faults)
+    return spec
 
 
 def _require_current_folder() -> None:
@@ -296,7 +319,7 @@ class _Merged:
 
     def remove_unfit_values(self) -> None:
         """Tell and take out what JSON cannot carry or no field wants: dates, non-finite and huge numbers, NUL."""
-        for path, found in list(_unfit(self.values, ())):
+        for path, found in unfit_values(self.values, ()):
             self.add_fault(
                 path, found, "a text, a finite number, true or false, an array or a table"
             )
@@ -348,33 +371,3 @@ def _copy(value: object) -> object:
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value
-
-
-def _is_unicode(text: str) -> bool:
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-_UNFIT: tuple[tuple[str, Callable[[object], bool]], ...] = (
-    ("a date or time", lambda value: isinstance(value, datetime.date | datetime.time)),
-    (
-        "a number that is not finite",
-        lambda value: isinstance(value, float) and not math.isfinite(value),
-    ),
-    (
-        "a whole number of more than 64 bits",
-        lambda value: isinstance(value, int) and abs(value) >= 2**63,
-    ),
-    (
-        "a text with a NUL or half a character",
-        lambda value: isinstance(value, str) and not _is_unicode(value),
-    ),
-)
-
-
-def _unfit(value: object, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    if isinstance(value, dict):
-        found = [item for key, child in value.items() for item in _unfit(child, (*path, key))]
-        return found + [((*path, key), "a NUL in a name") for key in value if not _is_unicode(key)]
-    if isinstance(value, list):
-        return [item for index, child in enumerate(value) for item in _unfit(child, (*path, index))]
-    return [(path, name) for name, is_unfit in _UNFIT if is_unfit(value)]

@@ -21,30 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from miles_hpc.errors import DriverError, ResumeError
+from miles_hpc.plan.resumable import STREAMED, state_layout
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.trainer.disk_file import DiskOffloadError
 from miles_hpc.trainer.grid import Grid
 
 LAYOUT, ADAPTER = "layout.json", "adapter_model.safetensors"
-_STREAMED = "offload.stream_optimizer"
-
-
-def layout_of(spec: JobSpec) -> dict[str, object]:
-    """Return what a checkpoint's files depend on; a restore demands equal values."""
-    lora, parallel, model = spec.lora, spec.parallel, spec.model
-    assert lora is not None, "build_model refuses a spec without [lora]"
-    return {
-        "model": model.name,
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "tp": parallel.tp,
-        "pp": parallel.pp,
-        "first_stage_layers": parallel.first_stage_layers,
-        "last_stage_layers": parallel.last_stage_layers,
-        "lora_rank": lora.rank,
-        "target_modules": sorted(lora.target_modules),
-        _STREAMED: spec.offload.stream_optimizer,
-    }
 
 
 def _rank_file(folder: Path, grid: Grid) -> Path:
@@ -116,7 +98,7 @@ def save_checkpoint(
         if adapter is not None:
             save_file(adapter, str(unfinished / ADAPTER), metadata={"format": "pt"})
             _sync(unfinished / ADAPTER)
-            text = json.dumps(layout_of(spec), indent=2) + "\n"
+            text = json.dumps(state_layout(spec), indent=2) + "\n"
             (unfinished / LAYOUT).write_text(text, encoding="utf-8")
             _sync(unfinished / LAYOUT)
 
@@ -150,10 +132,10 @@ def load_checkpoint(folder: Path, spec: JobSpec, grid: Grid) -> dict[str, Any]:
     """
     try:
         # A checkpoint written before the key existed holds an optimizer state that was not streamed.
-        saved = {_STREAMED: False} | json.loads((folder / LAYOUT).read_text(encoding="utf-8"))
+        saved = {STREAMED: False} | json.loads((folder / LAYOUT).read_text(encoding="utf-8"))
         differences = [
             f"{key} = {saved.get(key)!r}, now {value!r}"
-            for key, value in layout_of(spec).items()
+            for key, value in state_layout(spec).items()
             if saved.get(key) != value
         ]
         if differences:

@@ -21,6 +21,7 @@ COMMANDS = {
     "report": ["RUN", "--json"],
     "logs": ["RUN", "-f/--follow", "--node"],
     "attach": ["RUN", "--open"],
+    "resume": ["RUN", "--set", "--json"],
     "cancel": ["RUN", "--save", "--json"],
     "explain": ["RULE"],
     "jobs": ["--json"],

@@ -54,9 +54,22 @@ def test_a_job_runs_to_its_end_and_status_tells_it(tmp_path):
         "exit_code": 0,
         "driver_exit_code": 0,
         "reason": "the stub ended with 0",
+        "cause": "unknown",
+        "evidence": "",
     }
     assert "step 2/2  reward 0.500  120 tokens/s  1min 15s left" in done.stderr
     assert miles_hpc("logs", str(run.root)).stdout == "[local0] step 1\n[local0] step 2\n"
+
+
+def test_a_failed_run_is_resumed_by_a_further_job_in_the_same_folder(tmp_path):
+    done = miles_hpc(*local(tmp_path, "--wait"), stub={"steps": 1, "exit_code": 12})
+    run = only_run(tmp_path)
+    assert done.returncode == 12
+    (run.root / "stub.json").write_text('{"steps": 1}')
+    assert miles_hpc("resume", str(run.root)).returncode == 0
+    wait_for(lambda: run.attempt(2).verdict.exists())
+    told = json.loads(miles_hpc("status", str(run.root), "--json").stdout)
+    assert (told["state"], told["attempt"]) == ("COMPLETED", 2)
 
 
 def test_both_agents_run_the_frozen_code_in_the_run_folder(tmp_path):

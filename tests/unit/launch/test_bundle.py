@@ -70,7 +70,7 @@ def test_compiled_code_of_this_interpreter_alone_is_frozen_and_used(tmp_path, mo
     for name in ("part.cpython-30.pyc", f"gone.{sys.implementation.cache_tag}.pyc"):
         (compiled.parent / name).write_bytes(b"")
     monkeypatch.setattr(bundle, "__file__", str(package / "launch" / "bundle.py"))
-    bundle._freeze_code(tmp_path / "code")
+    bundle.freeze_code(tmp_path / "code")
     frozen = tmp_path / "code" / "miles_hpc"
     assert [path.name for path in (frozen / "__pycache__").iterdir()] == [compiled.name]
     script = "import miles_hpc.part, sys; print(sys.modules['miles_hpc.part'].__cached__)"
