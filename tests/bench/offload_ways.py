@@ -4,7 +4,6 @@ Each way is built with its tensors in place, then `out` (durable: fsynced where 
 (page cache emptied, not timed) and `back` (the tensors are on the device again). `tensors` is what came back.
 """
 
-import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from miles_hpc.filesystem import resident_bytes
 from miles_hpc.node.page_cache import drop_page_cache, regular_files
 from miles_hpc.trainer.disk_offload import DiskOffload, SaverRegion
 from miles_hpc.trainer.host_arena import HostArena
+from miles_hpc.trainer.pinned import PinnedMemory
 
 MIB = 1 << 20
 MILES_CHUNK_BYTES = 256 * MIB
@@ -341,7 +341,10 @@ class PinnedAnew(Way):
 
 
 class Raw(Way):
-    """The floor: requests of our block size straight from ready memory, at a fixed depth; nothing is copied."""
+    """The floor: requests of our block size straight from ready memory, at a fixed depth; nothing is copied.
+
+    The memory is in huge pages like ours: a request from scattered 4 KiB pages reaches the device in more pieces.
+    """
 
     depth = 1
 
@@ -353,17 +356,17 @@ class Raw(Way):
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         self.end = self.size // self.block * self.block
         os.posix_fallocate(self.fd, 0, self.end)
-        self.buffers = [mmap.mmap(-1, self.block) for _ in range(self.depth)]
-        noise = os.urandom(MIB)
-        for buffer in self.buffers:
-            for at in range(0, self.block, MIB):
-                buffer[at : at + MIB] = noise[: self.block - at]
+        self.memory = PinnedMemory(self.depth * self.block, torch.device("cpu"), purpose="raw")
+        self.memory.tensor.random_(0, 256)
+        self.buffers = [
+            self.memory.view(slot * self.block, self.block) for slot in range(self.depth)
+        ]
 
     def _run(self, request: Any) -> None:
         offsets = iter(range(0, self.end, self.block))
         take = threading.Lock()
 
-        def work(buffer: mmap.mmap) -> None:
+        def work(buffer: memoryview) -> None:
             while True:
                 with take:
                     offset = next(offsets, None)
@@ -385,6 +388,8 @@ class Raw(Way):
     def close(self) -> None:
         os.close(self.fd)
         self.path.unlink()
+        self.buffers = []
+        self.memory.close()
 
 
 class Raw2(Raw):
