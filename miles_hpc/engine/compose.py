@@ -11,6 +11,7 @@ from pathlib import Path
 from miles_hpc.engine import miles, native
 from miles_hpc.engine.miles_flag_rules import FLAG_RULE_CHECKS
 from miles_hpc.engine.miles_flags import FLAG_CHECKS
+from miles_hpc.engine.miles_sharing_rules import SHARING_CHECKS
 from miles_hpc.errors import PlanError
 from miles_hpc.handoff import SaveTrigger
 from miles_hpc.paths import RunDir
@@ -19,8 +20,9 @@ from miles_hpc.plan.environ import make_environment
 from miles_hpc.plan.expansion import expand_placement
 from miles_hpc.plan.findings import Check, Finding, errors_of, locate, refuse, run_checks
 from miles_hpc.plan.layout import LAYOUT_CHECKS, make_layout, make_rollout_layout
-from miles_hpc.plan.memory import MemoryPlan, plan_memory
+from miles_hpc.plan.memory import plan_memory
 from miles_hpc.plan.memory_rules import MEMORY_RULES, memory_checks
+from miles_hpc.plan.phases import MemoryPlan
 from miles_hpc.plan.plan import EnvVar, Plan
 from miles_hpc.plan.rules import CHECKS, nearest_fits
 from miles_hpc.spec.checks import SPEC_RULES
@@ -30,7 +32,7 @@ from miles_hpc.spec.rules import Rule
 
 ENGINE_CHECKS: Mapping[str, tuple[Check, ...]] = {
     "native": native.NATIVE_CHECKS,
-    "miles": (*miles.MILES_CHECKS, *FLAG_CHECKS, *FLAG_RULE_CHECKS),
+    "miles": (*miles.MILES_CHECKS, *FLAG_CHECKS, *FLAG_RULE_CHECKS, *SHARING_CHECKS),
 }
 
 

@@ -11,8 +11,9 @@ from miles_hpc.engine.miles_revisions import is_lacking, revisions_with
 from miles_hpc.handoff import SaveTrigger
 from miles_hpc.plan.batch import longest_sample_tokens
 from miles_hpc.plan.findings import Check, Verdict
-from miles_hpc.plan.memory import EngineTraits
+from miles_hpc.plan.footprint import GRADIENT_BYTES
 from miles_hpc.plan.plan import EnvVar
+from miles_hpc.plan.sides import UPDATE_BUFFER_BYTES, EngineTraits
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 from miles_hpc.units import format_bytes
@@ -87,7 +88,8 @@ def memory_traits(spec: JobSpec) -> EngineTraits:
 
     A colocated trainer holds a pinned copy of its weights for weight updates, also when it sleeps on disk; revisions
     with deduplication do without it under LoRA, and parameters that are rebuilt from the optimizer's master weights need
-    none. A reference is one more. Revisions that are not known are counted as having it. The offload to disk and the
+    none. Beside engines with GPUs of their own there is one only to switch between models. A reference, a teacher and an
+    old actor are one more each, and so is the copy that an old actor is made from at every step. Revisions that are not known are counted as having it. The offload to disk and the
     streamed optimizer state have one pinned chunk each, and the latter's files are written in place.
 
     Source: radixark/miles 31f1ca961 miles/backends/megatron_utils/actor.py, tensor_backper.py, rematerialize_utils.py; pull
@@ -97,21 +99,34 @@ def memory_traits(spec: JobSpec) -> EngineTraits:
     revision = "" if engine is None else engine.revision
     shares = revision.startswith(_REVISIONS_WITHOUT_ACTOR_COPY)
     flags = Flags(spec)
-    reference = spec.train.kl_coef > 0
+    others = _other_models(spec, flags)
     rebuilds = spec.lora is None and bool(flags.value("rematerialize-param-from-master-weight"))
-    actor = 0 if rebuilds or (spec.lora is not None and shares and not reference) else 1
+    is_needed = spec.rollout.own_gpus is None or others > 0
+    actor = not rebuilds and is_needed and not (spec.lora is not None and shares and not others)
     return EngineTraits(
-        pinned_copies=actor + (1 if reference else 0),
+        pinned_copies=int(actor) + others,
         keeps_engine_copy=spec.offload.base_cpu_backup,
         rebuilds_weights=rebuilds,
         paused_adapters=False,
         longest_sample_tokens=flags.number("max-seq-len") or None,
         staging_chunks=1,
+        update_buffer=flags.number("update-weight-buffer-size") or UPDATE_BUFFER_BYTES,
         streamed_bytes=_STREAMED_BYTES.get(
             str(flags.value("stream-optimizer-state-moment-dtype")), _STREAMED_BYTES["fp32"]
         ),
         optimizer_bucket=_BUCKET_BYTES,
+        gradient_bytes=2 if flags.value("grad-reduce-in-bf16") else GRADIENT_BYTES,
     )
+
+
+def _other_models(spec: JobSpec, flags: Flags) -> int:
+    """Return the models beside the actor that a trainer rank keeps pinned in host memory."""
+    reference = spec.train.kl_coef > 0
+    distilled = bool(flags.value("opd-teacher-load"))
+    old = 0
+    if flags.value("keep-old-actor"):
+        old = 1 if flags.number("update-weights-interval") > 1 else 2
+    return reference + distilled + old
 
 
 def _weights(spec: JobSpec) -> Iterator[Verdict]:
@@ -208,7 +223,8 @@ def _sequence_format(spec: JobSpec) -> Iterator[Verdict]:
 
 
 def _attention_replicas(spec: JobSpec) -> Iterator[Verdict]:
-    if spec.lora is not None and Flags(spec).value("sglang-enable-dp-attention"):
+    is_shared = spec.rollout.own_gpus is None
+    if spec.lora is not None and is_shared and Flags(spec).value("sglang-enable-dp-attention"):
         yield Verdict(
             keys=("engine.miles.extra_args", "lora"),
             found="sglang-enable-dp-attention with LoRA on shared GPUs",

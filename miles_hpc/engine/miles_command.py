@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from miles_hpc.engine.miles_flags import Flags, FlagValue
 from miles_hpc.engine.miles_revisions import is_lacking
 from miles_hpc.plan.batch import global_batch_size
-from miles_hpc.plan.grid import ranks_per_node, world_size
+from miles_hpc.plan.grid import ranks_per_node, rollout_size, trainer_ranks_per_node, world_size
 from miles_hpc.spec.job import JobSpec
 
 CHECKPOINTS = "{run_dir}/checkpoints"
@@ -61,7 +61,7 @@ def engine_files(spec: JobSpec) -> Mapping[str, str]:
         # Off by default for a folder other than --hf-checkpoint, and then the engines keep the first policy for ever.
         "update_weights": True,
         # All GPUs of the group, which Miles divides into engines.
-        "server_groups": [{"worker_type": "regular", "num_gpus": world_size(spec)}],
+        "server_groups": [{"worker_type": "regular", "num_gpus": rollout_size(spec)}],
     }
     return {ROLLOUT_FILE: json.dumps({"sglang": [served]}, indent=2) + "\n"}
 
@@ -199,11 +199,11 @@ def _engines(spec: JobSpec) -> Iterator[str]:
 
 
 def _offload(spec: JobSpec) -> Iterator[str]:
-    """Yield what differs from Miles' defaults for shared GPUs: both sides go to host memory, overlapping there."""
-    offload = spec.offload
+    """Yield what differs from Miles' defaults: on shared GPUs both sides go to host memory, overlapping there."""
+    offload, is_shared = spec.offload, spec.rollout.own_gpus is None
     if _rolls_out_only(spec):
         return  # Miles then switches offloading off and refuses the flags that need it
-    if offload.train == "none":
+    if offload.train == "none" and is_shared:
         yield "--no-offload-train"
     if offload.train == "disk":
         yield from ("--offload-train-target", "disk")
@@ -214,18 +214,19 @@ def _offload(spec: JobSpec) -> Iterator[str]:
         root = "{scratch_dir}" if offload.stream_optimizer else "${MILES_HPC_SCRATCH}"
         yield from ("--offload-train-disk-dir", f"{root}/miles")
         yield from ("--offload-train-disk-chunk-mb", str(max(1, -(-offload.chunk // _MIB))))
-    if offload.rollout == "none":
+    if offload.rollout == "none" and is_shared:
         yield "--no-offload-rollout"
     if offload.peak_device == "gpu":
         yield from ("--colocate-memory-peak-device", "gpu")
 
 
 def _nodes(spec: JobSpec) -> Iterator[str]:
-    ranks = str(ranks_per_node(spec))
-    yield from ("--actor-num-nodes", str(spec.cluster.num_nodes))
+    ranks, own = max(1, trainer_ranks_per_node(spec)), spec.rollout.own_gpus
+    yield from ("--actor-num-nodes", str(world_size(spec) // ranks))
+    yield from ("--actor-num-gpus-per-node", str(ranks))
     # Miles counts 8 GPUs a node unless told otherwise.
-    yield from ("--actor-num-gpus-per-node", ranks, "--num-gpus-per-node", ranks)
-    yield "--colocate"
+    yield from ("--num-gpus-per-node", str(ranks_per_node(spec)))
+    yield from ("--colocate",) if own is None else ("--rollout-num-gpus", str(own))
     if _rolls_out_only(spec):
         yield "--debug-rollout-only"
 
@@ -256,6 +257,8 @@ def _defaults(spec: JobSpec) -> Iterator[str]:
     if spec.train.kl_coef > 0:
         choices += (("kl-loss-type", "low_var_kl"),)
     stated = _stated(spec)
+    if "grad-reduce-in-bf16" in stated:
+        stated |= {"accumulate-allreduce-grads-in-fp32"}
     for name, value in choices:
         if name not in stated:
             yield f"--{name}"

@@ -1,46 +1,18 @@
 """What raw flags of Miles need, exclude and cost together with the rest of a spec.
 
 Each function is one rule of Miles' own argument checks, told before anything is queued. How flags are read is
-`engine.miles_flags`.
+`engine.miles_flags`; what depends on whether both sides share their GPUs is `engine.miles_sharing_rules`.
 """
 
 import ipaddress
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from miles_hpc.engine.miles_flags import Flags
+from miles_hpc.engine.miles_flags import ARGUMENTS, Flags, excluded, flag_check
 from miles_hpc.plan.batch import global_batch_size, samples_per_step
-from miles_hpc.plan.findings import Check, Verdict
+from miles_hpc.plan.findings import Verdict
 from miles_hpc.spec.job import JobSpec
-from miles_hpc.spec.rules import Rule
 
-_ARGUMENTS = "radixark/miles 31f1ca961 miles/utils/arguments.py (miles_validate_args)"
-
-
-def _shared_gpus(spec: JobSpec) -> Iterator[Verdict]:
-    engine, flags = spec.engine.miles, Flags(spec)
-    if engine is None:
-        return
-    found = []
-    if engine.script == "train_async.py":
-        found.append(("engine.miles.script", "script train_async.py"))
-    for name in ("fully-async", "rollout-external", "eval-hf-dir"):
-        if flags.value(name):
-            found.append((flags.key(name), f"--{name}"))
-    for name in ("eval-num-gpus", "multi-lora-n-adapters"):
-        if flags.number(name):
-            found.append((flags.key(name), f"--{name} {flags.number(name)}"))
-    mode = flags.value("update-weight-transfer-mode")
-    if mode in ("p2p", "disk-delta"):
-        found.append((flags.key("update-weight-transfer-mode"), f"weight transfer mode {mode}"))
-    if spec.offload.peak_device == "gpu" and flags.value("advantage-estimator") == "ppo":
-        found.append(("offload.peak_device", 'peak_device = "gpu" with a critic'))
-    for key, text in found:
-        yield Verdict(
-            keys=(key,),
-            found=f"{text} on GPUs that trainer and rollout share",
-            expected="what a colocated job can do; Miles asserts that these are not colocated",
-            fix="Remove it.",
-        )
+_ARGUMENTS = f"{ARGUMENTS} (miles_validate_args)"
 
 
 def _streamed(spec: JobSpec) -> Iterator[Verdict]:
@@ -96,17 +68,7 @@ def _rematerialised(spec: JobSpec) -> Iterator[Verdict]:
         against.append("use-precision-aware-optimizer without train.optimizer_cpu_offload")
     if flags.number("num-critic-only-steps"):
         against.append(f"num-critic-only-steps {flags.number('num-critic-only-steps')}")
-    yield from _excluded(flags.key(name), name, against)
-
-
-def _excluded(key: str, name: str, against: list[str]) -> Iterator[Verdict]:
-    if against:
-        yield Verdict(
-            keys=(key,),
-            found=f"--{name} with {', '.join(against)}",
-            expected="it without them; Miles asserts so at its start",
-            fix=f"Remove {name} or the others.",
-        )
+    yield from excluded(flags.key(name), name, against)
 
 
 def _batches(spec: JobSpec) -> Iterator[Verdict]:
@@ -253,19 +215,6 @@ def _needs(spec: JobSpec) -> Iterator[Verdict]:
             )
 
 
-def _prefill_graphs(spec: JobSpec) -> Iterator[Verdict]:
-    flags = Flags(spec)
-    backend = flags.value("sglang-cuda-graph-backend-prefill")
-    if backend not in (None, "disabled"):
-        yield Verdict(
-            keys=(flags.key("sglang-cuda-graph-backend-prefill"),),
-            found=f"--sglang-cuda-graph-backend-prefill {backend} on shared GPUs",
-            expected='"disabled": the graphs hold NVLink multicast memory that the trainer then lacks',
-            fix="Remove it; Miles disables it for colocated jobs.",
-            level="warning",
-        )
-
-
 def _addresses(spec: JobSpec) -> Iterator[Verdict]:
     name = "MILES_ROUTER_EXTERNAL_HOST"
     value = spec.env.get(name)
@@ -286,29 +235,8 @@ def _is_address(value: str) -> bool:
     return True
 
 
-def _check(
-    number: int,
-    verdicts: Callable[[JobSpec], Iterator[Verdict]],
-    title: str,
-    reason: str,
-    source: str,
-    *,
-    fixed: bool = False,
-) -> Check:
-    rule = Rule(id=f"MH{number}", title=title, reason=reason, source=source, fixed=fixed)
-    return Check(rule, verdicts)
-
-
 FLAG_RULE_CHECKS = (
-    _check(
-        564,
-        _shared_gpus,
-        "what shared GPUs exclude",
-        "Trainer and engines take turns on every GPU; what needs engines that answer while the trainer works cannot run.",
-        f"{_ARGUMENTS}; train_async.py",
-        fixed=True,
-    ),
-    _check(
+    flag_check(
         565,
         _streamed,
         "streamed optimizer state, alone",
@@ -316,7 +244,7 @@ FLAG_RULE_CHECKS = (
         _ARGUMENTS,
         fixed=True,
     ),
-    _check(
+    flag_check(
         566,
         _rematerialised,
         "weights that are made again from their masters",
@@ -324,21 +252,21 @@ FLAG_RULE_CHECKS = (
         _ARGUMENTS,
         fixed=True,
     ),
-    _check(
+    flag_check(
         567,
         _batches,
         "flags of the batches that agree with the spec",
         "Miles asserts these between its flags, after every node has come up.",
         f"{_ARGUMENTS}; miles/utils/dp_schedule.py",
     ),
-    _check(
+    flag_check(
         568,
         _adapters,
         "flags of the adapters that agree",
         "Both sides must hold the same adapters in the same layout, and the base in one place.",
         _ARGUMENTS,
     ),
-    _check(
+    flag_check(
         569,
         _quantised_updates,
         "quantised engines that get their updates",
@@ -346,28 +274,21 @@ FLAG_RULE_CHECKS = (
         " update_weights: true; rollouts would come from the first policy for ever.",
         "radixark/miles 31f1ca961 miles/ray/rollout/rollout_server.py (sglang_config)",
     ),
-    _check(
+    flag_check(
         570,
         _data_parallel_attention,
         "data-parallel attention in equal groups",
         "SGLang splits an engine's attention into dp replicas of gpus_per_engine / dp GPUs.",
         "radixark/miles 31f1ca961 miles/backends/sglang_utils/arguments.py",
     ),
-    _check(
+    flag_check(
         571,
         _needs,
         "flags that need or exclude one another",
         "Miles checks these at its start and ends; here they are told before the job is queued.",
         _ARGUMENTS,
     ),
-    _check(
-        573,
-        _prefill_graphs,
-        "no captured prefill beside a trainer",
-        "Graphs of the prefill keep NVLink multicast buffers mapped while the trainer works.",
-        "radixark/miles 31f1ca961 miles/utils/arguments.py (sglang_cuda_graph_backend_prefill)",
-    ),
-    _check(
+    flag_check(
         574,
         _addresses,
         "addresses where names are not resolved",

@@ -5,7 +5,7 @@ last of two, and completes a shortened name. Knows which flags follow from keys 
 `engine.miles_flag_rules`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 
 _MILES = "radixark/miles 31f1ca961"
-_ARGUMENTS = f"{_MILES} miles/utils/arguments.py"
+ARGUMENTS = f"{_MILES} miles/utils/arguments.py"
 EXTRA_ARGS = "engine.miles.extra_args"
 FlagValue = str | int | float | bool | tuple[str, ...]
 
@@ -22,9 +22,9 @@ OWNED: Mapping[str, str] = {
     "actor-num-nodes": "cluster.num_nodes",
     "actor-num-gpus-per-node": "cluster.gpus_per_node",
     "num-gpus-per-node": "cluster.gpus_per_node",
-    "rollout-num-gpus": "cluster.num_nodes",
+    "rollout-num-gpus": "rollout.own_gpus",
     "rollout-num-gpus-per-engine": "rollout.gpus_per_engine",
-    "colocate": "the package, which shares every GPU",
+    "colocate": "rollout.own_gpus",
     "tensor-model-parallel-size": "parallel.tp",
     "pipeline-model-parallel-size": "parallel.pp",
     "context-parallel-size": "parallel.cp",
@@ -193,6 +193,31 @@ def _expanded(extra: Mapping[str, FlagValue]) -> Iterator[Flag]:
             yield Flag(hidden, joined if is_joined else single, key)
 
 
+def excluded(key: str, name: str, against: Sequence[str]) -> Iterator[Verdict]:
+    """Yield that the flag `name`, written at `key`, cannot stand with what is in `against`, if anything is."""
+    if against:
+        yield Verdict(
+            keys=(key,),
+            found=f"--{name} with {', '.join(against)}",
+            expected="it without them; Miles asserts so at its start",
+            fix=f"Remove {name} or the others.",
+        )
+
+
+def flag_check(
+    number: int,
+    verdicts: Callable[[JobSpec], Iterator[Verdict]],
+    title: str,
+    reason: str,
+    source: str,
+    *,
+    fixed: bool = False,
+) -> Check:
+    """Return the check of the rule MHnumber."""
+    rule = Rule(id=f"MH{number}", title=title, reason=reason, source=source, fixed=fixed)
+    return Check(rule, verdicts)
+
+
 def _owned(spec: JobSpec) -> Iterator[Verdict]:
     for flag in Flags(spec).all:
         whole = [flag.base] if flag.base in OWNED else []
@@ -232,7 +257,7 @@ FLAG_CHECKS = (
             title="flags with one owner",
             reason="A raw flag comes last on the command line and would override, unseen, what the plan was made for: the"
             " layout, the memory and the batches of the spec. Arrays and shortened names are read as argparse reads them.",
-            source=f"{_ARGUMENTS}; Python manual, argparse (allow_abbrev)",
+            source=f"{ARGUMENTS}; Python manual, argparse (allow_abbrev)",
         ),
         _owned,
     ),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from miles_hpc.handoff import SaveTrigger
 from miles_hpc.plan.findings import Check, Verdict
-from miles_hpc.plan.memory import EngineTraits
+from miles_hpc.plan.sides import EngineTraits
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 

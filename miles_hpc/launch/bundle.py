@@ -22,8 +22,8 @@ from miles_hpc.launch.nccl_pin import make_nccl_pin
 from miles_hpc.launch.sbatch import check_run_path, render_sbatch
 from miles_hpc.launch.secret_intake import forget_secrets, taken_secrets
 from miles_hpc.paths import RunDir
-from miles_hpc.plan.memory import OBJECT_STORE_BYTES
 from miles_hpc.plan.plan import Plan
+from miles_hpc.plan.sides import OBJECT_STORE_BYTES
 from miles_hpc.run.resume import write_whole
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.load import LoadedSpec

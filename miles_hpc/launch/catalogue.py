@@ -104,7 +104,7 @@ def _needs(spec: JobSpec) -> tuple[int | None, int | None, int]:
     if errors_of(run_checks((*LAYOUT_CHECKS, *ENGINE_SIZE_CHECKS), spec)):
         return None, None, 0
     memory = memory_of(spec)
-    scratch = max(phase.scratch_bytes_per_node for phase in memory.phases)
+    scratch = max(phase.scratch_bytes_per_node for phase in memory.everywhere)
     gpu = memory.gpu_peak.gpu_bytes_per_gpu if spec.cluster.device == "gpu" else None
     return memory.host_peak.committed_host_bytes, gpu, scratch
 

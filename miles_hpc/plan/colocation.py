@@ -1,4 +1,4 @@
-"""Rules of two tenants on the same GPUs: adapters, the reference, and where the sleeping side goes.
+"""Rules of two tenants in one job: adapters, the reference, and where a side that sleeps on shared GPUs goes.
 
 How many bytes that takes is `memory`. Knows no flag of an engine.
 """
@@ -81,6 +81,8 @@ def _reference(spec: JobSpec) -> Iterator[Verdict]:
 
 def _offloaded(spec: JobSpec) -> Iterator[Verdict]:
     offload = spec.offload
+    if spec.rollout.own_gpus is not None:
+        return
     if spec.cluster.device == "gpu" and "none" in (offload.train, offload.rollout):
         stays = "train" if offload.train == "none" else "rollout"
         yield Verdict(
@@ -89,6 +91,22 @@ def _offloaded(spec: JobSpec) -> Iterator[Verdict]:
             expected="a sleeping side to leave the GPU; what stays is memory that the other side never gets",
             fix=f'Remove offload.{stays} = "none", unless both fit together.',
             level="warning",
+        )
+
+
+def _nobody_sleeps(spec: JobSpec) -> Iterator[Verdict]:
+    own, offload = spec.rollout.own_gpus, spec.offload
+    sleeps = [
+        f'offload.{side} = "{place}"'
+        for side, place in (("train", offload.train), ("rollout", offload.rollout))
+        if place != "none"
+    ]
+    if own is not None and sleeps:
+        yield Verdict(
+            keys=("offload.train", "offload.rollout", "rollout.own_gpus"),
+            found=f"{' and '.join(sleeps)} with rollout.own_gpus({own})",
+            expected="both sides awake: neither waits for the other's GPUs, and an offload would only take time",
+            fix='Set offload.train = "none" and offload.rollout = "none".',
         )
 
 
@@ -142,5 +160,15 @@ COLOCATION_CHECKS = (
             source="docs/memory.md",
         ),
         _offloaded,
+    ),
+    Check(
+        Rule(
+            id="MH247",
+            title="no sleep without sharing",
+            reason="Rollout engines with GPUs of their own and their trainer work at the same time; what one of them gave"
+            " back, nobody would take.",
+            source=f"{_MILES} miles/utils/arguments.py (offload follows colocate)",
+        ),
+        _nobody_sleeps,
     ),
 )

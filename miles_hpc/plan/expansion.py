@@ -4,15 +4,15 @@ A plan stores only the rule (`plan.placement`); this is made on request, since i
 no name of a node: nodes are numbered in the order of the allocation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from miles_hpc.plan.placement import (
     RANK_ORDER,
     dense_place,
     engine_of,
     expert_place,
+    first_rollout_gpu,
     group_spans,
     node_of,
 )
@@ -25,7 +25,7 @@ class RankPlace:
 
     Attributes:
         gpu: index on its node; without GPUs the number of the process there.
-        engine: the rollout engine that shares this GPU.
+        engine: the rollout engine that shares this GPU; None where engines have GPUs of their own.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class RankPlace:
     etp: int
     ep: int
     edp: int
-    engine: int
+    engine: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +74,15 @@ class Placement:
 def expand_placement(layout: Layout, rollout: RolloutLayout) -> Placement:
     """Return the place of every rank and engine of `layout`."""
     ranks = tuple(_rank(layout, rollout, rank) for rank in range(layout.world_size))
-    engines = tuple(
-        EnginePlace(
-            engine=engine,
-            nodes=tuple(sorted({place.node for place in places})),
-            gpus=tuple(sorted({place.gpu for place in places})),
-        )
-        for engine, group in groupby(ranks, key=lambda place: place.engine)
-        for places in [tuple(group)]
-    )
+    engines = tuple(_engine(layout, rollout, engine) for engine in range(rollout.num_engines))
     axes = tuple(
         AxisPlace(
             axis=span.axis,
             size=span.size,
             groups=span.num_groups,
-            crossing=_crossing(ranks, span.axis),
+            crossing=_crossing(ranks, span.axis)
+            if span.axis != "engine"
+            else sum(len(engine.nodes) > 1 for engine in engines),
             nodes_per_group=span.nodes_per_group,
         )
         for span in group_spans(layout, rollout)
@@ -110,8 +104,22 @@ def _rank(layout: Layout, rollout: RolloutLayout, rank: int) -> RankPlace:
         etp=expert.etp,
         ep=expert.ep,
         edp=expert.edp,
-        engine=engine_of(rollout, rank),
+        engine=engine_of(layout, rollout, rank),
     )
+
+
+def _engine(layout: Layout, rollout: RolloutLayout, engine: int) -> EnginePlace:
+    start = first_rollout_gpu(layout) + engine * rollout.gpus_per_engine
+    gpus = range(start, start + rollout.gpus_per_engine)
+    return EnginePlace(
+        engine=engine,
+        nodes=_sorted(node_of(layout, gpu) for gpu in gpus),
+        gpus=_sorted(gpu % layout.ranks_per_node for gpu in gpus),
+    )
+
+
+def _sorted(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(numbers)))
 
 
 _GRIDS = (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp"))
@@ -120,10 +128,9 @@ _GRIDS = (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp"))
 def _crossing(ranks: Sequence[RankPlace], axis: str) -> int:
     """Return how many groups of `axis` have ranks on more than one node."""
     others = next((tuple(a for a in grid if a != axis) for grid in _GRIDS if axis in grid), ())
-    names = others or ("engine",)
     nodes: dict[tuple[int, ...], set[int]] = {}
     for place in ranks:
-        nodes.setdefault(tuple(getattr(place, name) for name in names), set()).add(place.node)
+        nodes.setdefault(tuple(getattr(place, name) for name in others), set()).add(place.node)
     return sum(len(found) > 1 for found in nodes.values())
 
 
@@ -146,9 +153,14 @@ def placement_lines(placement: Placement) -> tuple[str, ...]:
     names = ("rank", "node", "gpu", "tp", "cp", "dp", "pp", "etp", "ep", "edp", "engine")
     lines += ["", "  ranks", "  " + "".join(f"{name:>8}" for name in names)]
     lines += [
-        "  " + "".join(f"{getattr(place, name):>8}" for name in names) for place in placement.ranks
+        "  " + "".join(f"{_cell(place, name):>8}" for name in names) for place in placement.ranks
     ]
     return tuple(lines)
+
+
+def _cell(place: RankPlace, name: str) -> str:
+    value = getattr(place, name)
+    return "-" if value is None else str(value)
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -4,9 +4,10 @@ Text and rectangles only, no script and nothing from outside. Colours carry no m
 of limits and alarms come from the page, whose ground may be dark.
 """
 
+from collections.abc import Sequence
 from html import escape
 
-from miles_hpc.plan.memory import MemoryPlan, Phase
+from miles_hpc.plan.phases import MemoryPlan, Phase
 from miles_hpc.plan.placement import dense_place, engine_of
 from miles_hpc.plan.plan import Layout, RolloutLayout
 from miles_hpc.units import format_bytes
@@ -28,26 +29,24 @@ MOST_NODES = 16
 _LEFT, _BAR_WIDTH, _ROW = 96, 620, 30
 
 
-def memory_figure(memory: MemoryPlan, place: str) -> str:
-    """Return stacked bars of every phase in `place` ("host", "gpu" or "scratch") against its limit; "" when all are empty."""
+def memory_figure(memory: MemoryPlan, place: str, phases: Sequence[Phase]) -> str:
+    """Return stacked bars of `phases` in `place` ("host", "gpu" or "scratch") against its limit; "" when all are empty."""
     totals = {
         "host": "host_bytes_per_node",
         "gpu": "gpu_bytes_per_gpu",
         "scratch": "scratch_bytes_per_node",
     }
-    sizes = [int(getattr(phase, totals[place])) for phase in memory.phases]
+    sizes = [int(getattr(phase, totals[place])) for phase in phases]
     if not any(sizes):
         return ""
     limit: int | None = getattr(memory.limits, totals[place])
     full = max(*sizes, limit or 0)
     names = list(
-        dict.fromkeys(
-            n for phase in memory.phases for n in phase.parts if n.startswith(f"{place}.")
-        )
+        dict.fromkeys(n for phase in phases for n in phase.parts if n.startswith(f"{place}."))
     )
     colour = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
     body = []
-    for row, (phase, size) in enumerate(zip(memory.phases, sizes, strict=True)):
+    for row, (phase, size) in enumerate(zip(phases, sizes, strict=True)):
         top = 8 + row * _ROW
         body.append(_text(_LEFT - 8, top + 15, phase.name, anchor="end"))
         body += _stack(phase, names, colour, top, full)
@@ -117,7 +116,7 @@ def node_figure(layout: Layout, rollout: RolloutLayout) -> str:
         for local in range(per_node):
             x = left + 8 + local % columns * (box + gap)
             y = top + 26 + local // columns * 64
-            body += _rank_box(layout, rollout, node * per_node + local, x, y, box)
+            body += _gpu_box(layout, rollout, node * per_node + local, x, y, box)
     height = -(-nodes // across) * (node_height + 12)
     if nodes < layout.num_nodes:
         body.append(
@@ -127,19 +126,30 @@ def node_figure(layout: Layout, rollout: RolloutLayout) -> str:
     return _svg(across * (node_width + 10), height, body, "ranks and rollout engines on nodes")
 
 
-def _rank_box(
-    layout: Layout, rollout: RolloutLayout, rank: int, x: int, y: int, box: int
+def _gpu_box(
+    layout: Layout, rollout: RolloutLayout, gpu: int, x: int, y: int, box: int
 ) -> list[str]:
-    place, engine = dense_place(layout, rank), engine_of(rollout, rank)
-    stage, band = PALETTE[place.pp % len(PALETTE)], PALETTE[(engine + 4) % len(PALETTE)]
+    """Return the trainer rank on a GPU above the rollout engine there; either may be missing."""
+    engine = engine_of(layout, rollout, gpu)
+    body = _rank_box(layout, gpu, x, y, box) if gpu < layout.world_size else []
+    if engine is not None:
+        band = PALETTE[(engine + 4) % len(PALETTE)]
+        body += [
+            f'<rect x="{x}" y="{y + 43}" width="{box}" height="14" fill="{band}" fill-opacity="0.35"/>',
+            _text(x + 5, y + 54, f"engine {engine}"),
+        ]
+    return body
+
+
+def _rank_box(layout: Layout, rank: int, x: int, y: int, box: int) -> list[str]:
+    place = dense_place(layout, rank)
+    stage = PALETTE[place.pp % len(PALETTE)]
     axes = (("pp", layout.pp), ("dp", layout.dp), ("cp", layout.cp), ("tp", layout.tp))
     used = [f"{name}{getattr(place, name)}" for name, size in axes if size > 1]
     return [
         f'<rect x="{x}" y="{y}" width="{box}" height="40" rx="3" fill="{stage}" fill-opacity="0.25" stroke="{stage}"/>',
         _text(x + 5, y + 15, f"rank {rank}"),
         _text(x + 5, y + 32, " ".join(used) or "whole model"),
-        f'<rect x="{x}" y="{y + 43}" width="{box}" height="14" fill="{band}" fill-opacity="0.35"/>',
-        _text(x + 5, y + 54, f"engine {engine}"),
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from miles_hpc.plan.batch import longest_sample_tokens, samples_per_step
-from miles_hpc.plan.grid import world_size
+from miles_hpc.plan.grid import rollout_size, world_size
 from miles_hpc.plan.shape import (
     RankParams,
     count_adapters,
@@ -178,13 +178,21 @@ def logit_bytes(spec: JobSpec, tokens: int) -> Bytes:
     return Bytes(tokens * -(-model.vocab_size // spec.parallel.tp) * each)
 
 
-def trainer_footprints(spec: JobSpec, longest: int | None = None) -> tuple[TrainerFootprint, ...]:
-    """Return the footprint of one rank of each pipeline stage."""
+def trainer_footprints(
+    spec: JobSpec, longest: int | None = None, gradient_bytes: int = GRADIENT_BYTES
+) -> tuple[TrainerFootprint, ...]:
+    """Return the footprint of one rank of each pipeline stage.
+
+    Args:
+        spec: the spec.
+        longest: tokens of the longest sample, as for `micro_batch_tokens`.
+        gradient_bytes: bytes of each gradient in full training.
+    """
     tokens = micro_batch_tokens(spec, longest)
     adapters, footprints, first = adapter_bytes(spec), [], 0
     for index, stage in enumerate(count_stages(spec)):
         full = spec.lora is None
-        gradients = Bytes((stage.routed + stage.others) * GRADIENT_BYTES)
+        gradients = Bytes((stage.routed + stage.others) * gradient_bytes)
         is_last = index == spec.parallel.pp - 1
         optimizer, streamed = optimizer_footprint(spec, stage)
         footprints.append(
@@ -231,7 +239,7 @@ def _cache_dtype_bytes(model: ModelTable) -> int:
 
 def engine_footprint(spec: JobSpec) -> EngineFootprint:
     """Return the footprint of a rollout engine on one of its GPUs."""
-    engines = max(1, world_size(spec) // spec.rollout.gpus_per_engine)
+    engines = max(1, rollout_size(spec) // spec.rollout.gpus_per_engine)
     samples = -(-samples_per_step(spec) // engines)
     running = min(samples, spec.rollout.max_running_requests or samples)
     per_token = cache_bytes_per_token(spec)

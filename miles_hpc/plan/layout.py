@@ -6,7 +6,13 @@ The rules are `grid`, `division`, `pipeline` and `engine_sizes`; which rank sits
 from miles_hpc.plan.division import DIVISION_CHECKS
 from miles_hpc.plan.engine_sizes import ENGINE_SIZE_CHECKS
 from miles_hpc.plan.findings import refuse, run_checks
-from miles_hpc.plan.grid import GRID_CHECKS, ranks_per_node, world_size
+from miles_hpc.plan.grid import (
+    GRID_CHECKS,
+    ranks_per_node,
+    rollout_gpus_per_node,
+    rollout_size,
+    world_size,
+)
 from miles_hpc.plan.pipeline import PIPELINE_CHECKS
 from miles_hpc.plan.plan import Layout, RolloutLayout
 from miles_hpc.spec.job import JobSpec
@@ -39,15 +45,15 @@ def make_layout(spec: JobSpec) -> Layout:
 
 
 def make_rollout_layout(spec: JobSpec) -> RolloutLayout:
-    """Return the rollout engines, which tile all ranks of the job because both sides share them.
+    """Return the rollout engines, which tile all GPUs of the job, or those that they have for themselves.
 
     Raises:
         PlanError: naming every sizing rule that the spec breaks.
     """
-    refuse(run_checks((*GRID_CHECKS[:1], *ENGINE_SIZE_CHECKS), spec))
+    refuse(run_checks((*GRID_CHECKS[:2], *ENGINE_SIZE_CHECKS), spec))
     size = spec.rollout.gpus_per_engine
     return RolloutLayout(
-        num_engines=world_size(spec) // size,
+        num_engines=rollout_size(spec) // size,
         gpus_per_engine=size,
-        nodes_per_engine=max(1, size // ranks_per_node(spec)),
+        nodes_per_engine=max(1, size // rollout_gpus_per_node(spec)),
     )

@@ -8,14 +8,10 @@ from collections.abc import Iterator, Sequence
 from miles_hpc.plan.batch import longest_sample_tokens
 from miles_hpc.plan.findings import Check, Verdict
 from miles_hpc.plan.footprint import engine_footprint
-from miles_hpc.plan.memory import (
-    ALARM_FRACTION,
-    DEFAULT_MEM_FRACTION,
-    MemoryPlan,
-    Phase,
-    cache_pool_bytes,
-)
+from miles_hpc.plan.memory import ALARM_FRACTION
+from miles_hpc.plan.phases import MemoryPlan, Phase
 from miles_hpc.plan.shape import count_params
+from miles_hpc.plan.sides import DEFAULT_MEM_FRACTION, cache_pool_bytes
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 from miles_hpc.units import format_bytes
@@ -88,22 +84,25 @@ def _sum_text(phase: Phase, place: str) -> str:
 
 
 def _host(memory: MemoryPlan) -> Iterator[Verdict]:
-    alarm, limit, peak = (
-        memory.alarm_host_bytes_per_node,
-        memory.limits.host_bytes_per_node,
-        memory.host_peak,
-    )
-    if alarm is None or limit is None or peak.committed_host_bytes <= alarm:
+    alarm, limit = memory.alarm_host_bytes_per_node, memory.limits.host_bytes_per_node
+    if alarm is None or limit is None:
         return
+    for peak in memory.host_peaks:
+        if peak.committed_host_bytes > alarm:
+            yield _host_verdict(memory, peak, limit, alarm)
+
+
+def _host_verdict(memory: MemoryPlan, peak: Phase, limit: int, alarm: int) -> Verdict:
     both = {"host.trainer_backup", "host.engine_backup"} <= peak.parts.keys()
     fix = (
         'Set offload.peak_device = "gpu" or offload.train = "disk".'
         if both
         else "Use more nodes, or nodes with more memory."
     )
-    yield Verdict(
+    return Verdict(
         keys=("cluster.node_memory", "offload.train", "offload.rollout", "cluster.memory_per_node"),
-        found=f"phase {peak.name}: {_sum_text(peak, 'host')} = {format_bytes(peak.committed_host_bytes)} a node, above"
+        found=f"phase {peak.name}{memory.place(peak)}: {_sum_text(peak, 'host')}"
+        f" = {format_bytes(peak.committed_host_bytes)} a node, above"
         f" {ALARM_FRACTION} * {format_bytes(limit)} = {format_bytes(alarm)}",
         expected="every phase below the alarm",
         fix=fix,
@@ -111,20 +110,29 @@ def _host(memory: MemoryPlan) -> Iterator[Verdict]:
 
 
 def _gpu(memory: MemoryPlan) -> Iterator[Verdict]:
-    limit, peak = memory.limits.gpu_bytes_per_gpu, memory.gpu_peak
-    if limit is None or peak.gpu_bytes_per_gpu <= limit:
+    limit = memory.limits.gpu_bytes_per_gpu
+    if limit is None:
         return
+    for peak in memory.gpu_peaks:
+        if peak.gpu_bytes_per_gpu > limit:
+            yield _gpu_verdict(memory, peak, limit)
+
+
+def _gpu_verdict(memory: MemoryPlan, peak: Phase, limit: int) -> Verdict:
     fixes = {
         "train": "Split the model over more ranks, lower train.max_tokens_per_gpu, or recompute activations.",
         "rollout": "Lower rollout.mem_fraction_static.",
         "handoff": 'Set offload.peak_device = "cpu", or split the model over more ranks.',
     }
-    yield Verdict(
+    is_rollout = peak.name == "rollout" or peak in memory.rollout_phases
+    return Verdict(
         keys=("cluster.gpu_memory", "cluster.num_nodes", "parallel.ep", "parallel.tp"),
-        found=f"phase {peak.name}: {_sum_text(peak, 'gpu')} = {format_bytes(peak.gpu_bytes_per_gpu)} a GPU, above"
-        f" gpu_memory({format_bytes(limit)})",
+        found=f"phase {peak.name}{memory.place(peak)}: {_sum_text(peak, 'gpu')}"
+        f" = {format_bytes(peak.gpu_bytes_per_gpu)} a GPU, above gpu_memory({format_bytes(limit)})",
         expected="every phase to fit a GPU",
-        fix=fixes.get(peak.name, "Split the model over more ranks."),
+        fix=fixes["rollout"]
+        if is_rollout
+        else fixes.get(peak.name, "Split the model over more ranks."),
     )
 
 
@@ -152,7 +160,7 @@ def _cache(spec: JobSpec) -> Iterator[Verdict]:
 
 def _scratch(memory: MemoryPlan) -> Iterator[Verdict]:
     have = memory.limits.scratch_bytes_per_node
-    written = max(phase.scratch_bytes_per_node for phase in memory.phases)
+    written = max(phase.scratch_bytes_per_node for phase in memory.everywhere)
     wanted = round(SCRATCH_MARGIN * written)
     if have is None or have >= wanted:
         return

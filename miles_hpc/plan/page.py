@@ -4,11 +4,12 @@ Pure text out of a plan: no file, no script, nothing that a browser would fetch.
 """
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 
 from miles_hpc.plan.figures import memory_figure, node_figure
+from miles_hpc.plan.phases import Phase
 from miles_hpc.plan.placement import group_spans
 from miles_hpc.plan.plan import Plan
 
@@ -57,7 +58,8 @@ def render_page(plan: Plan, would_fit: Sequence[str] = ()) -> str:
         head,
         _findings(plan, would_fit),
         "<h2>Memory by phase</h2>",
-        *(_memory(plan, place, title) for place, title in _PLACES),
+        *_memory(plan, plan.memory.phases, "the trainer" if plan.memory.rollout_phases else ""),
+        *_memory(plan, plan.memory.rollout_phases, "rollout"),
         "<h2>Nodes</h2>",
         _scroll(node_figure(plan.layout, plan.rollout)),
         "<h2>Layout</h2>",
@@ -95,9 +97,12 @@ def render_page(plan: Plan, would_fit: Sequence[str] = ()) -> str:
     )
 
 
-def _memory(plan: Plan, place: str, title: str) -> str:
-    figure = memory_figure(plan.memory, place)
-    return f"<h3>{title}</h3>{_scroll(figure)}" if figure else ""
+def _memory(plan: Plan, phases: Sequence[Phase], kind: str) -> Iterator[str]:
+    """Yield the figures of `phases` under their titles; `kind` says whose nodes they are where there are two kinds."""
+    for place, title in _PLACES if phases else ():
+        figure = memory_figure(plan.memory, place, phases)
+        if figure:
+            yield f"<h3>{title}{f' of {kind}' if kind else ''}</h3>{_scroll(figure)}"
 
 
 def _scroll(figure: str) -> str:

@@ -61,9 +61,16 @@ def node_of(layout: Layout, rank: int) -> int:
     return rank // layout.ranks_per_node
 
 
-def engine_of(rollout: RolloutLayout, rank: int) -> int:
-    """Return the index of the rollout engine that shares its GPU with `rank`."""
-    return rank // rollout.gpus_per_engine
+def first_rollout_gpu(layout: Layout) -> int:
+    """Return the first GPU of the job that rollout engines run on: 0 where trainer ranks are on all, else after them."""
+    shared = layout.world_size == layout.num_nodes * layout.ranks_per_node
+    return 0 if shared else layout.world_size
+
+
+def engine_of(layout: Layout, rollout: RolloutLayout, gpu: int) -> int | None:
+    """Return the index of the rollout engine on the job's GPU `gpu`, which is a rank's own number; None on a trainer's GPU."""
+    place = gpu - first_rollout_gpu(layout)
+    return None if place < 0 else place // rollout.gpus_per_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +105,8 @@ def group_spans(layout: Layout, rollout: RolloutLayout) -> tuple[GroupSpan, ...]
         ("etp", layout.etp, 1),
         ("ep", layout.ep, layout.etp),
         ("edp", layout.edp, layout.etp * layout.ep),
-        ("engine", rollout.gpus_per_engine, 1),
     )
-    return tuple(
+    spans = tuple(
         GroupSpan(
             axis=axis,
             size=size,
@@ -109,6 +115,13 @@ def group_spans(layout: Layout, rollout: RolloutLayout) -> tuple[GroupSpan, ...]
         )
         for axis, size, stride in axes
     )
+    engines = GroupSpan(
+        axis="engine",
+        size=rollout.gpus_per_engine,
+        num_groups=rollout.num_engines,
+        nodes_per_group=rollout.nodes_per_engine,
+    )
+    return (*spans, engines)
 
 
 def _nodes_of_stride(layout: Layout, size: int, stride: int) -> int:

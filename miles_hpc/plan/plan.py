@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from miles_hpc.plan.findings import Finding
-from miles_hpc.plan.memory import MemoryPlan
+from miles_hpc.plan.phases import MemoryPlan
 
 VERSION = 1
 

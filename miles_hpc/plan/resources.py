@@ -6,7 +6,7 @@ Knows no Slurm option; memory is `memory`.
 from collections.abc import Iterator
 
 from miles_hpc.plan.findings import Check, Verdict
-from miles_hpc.plan.grid import ranks_per_node
+from miles_hpc.plan.grid import ranks_per_node, rollout_gpus_per_node
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.spec.rules import Rule
 from miles_hpc.units import format_bytes
@@ -55,7 +55,9 @@ def _segment(spec: JobSpec) -> Iterator[Verdict]:
 
 
 def _nccl_for_wide_engines(spec: JobSpec) -> Iterator[Verdict]:
-    if spec.cluster.device == "cpu" or spec.rollout.gpus_per_engine <= max(1, ranks_per_node(spec)):
+    if spec.cluster.device == "cpu" or spec.rollout.gpus_per_engine <= max(
+        1, rollout_gpus_per_node(spec)
+    ):
         return
     version = tuple(int(part) for part in spec.nccl.version.split("."))
     wanted = ".".join(map(str, MULTI_NODE_ENGINE_NCCL))

@@ -14,7 +14,7 @@ from miles_hpc.plan.colocation import COLOCATION_CHECKS
 from miles_hpc.plan.engine_sizes import ENGINE_SIZE_CHECKS
 from miles_hpc.plan.environ import ENVIRONMENT_CHECKS
 from miles_hpc.plan.findings import Check, Finding, errors_of
-from miles_hpc.plan.grid import ranks_per_node
+from miles_hpc.plan.grid import ranks_per_node, rollout_size
 from miles_hpc.plan.layout import LAYOUT_CHECKS
 from miles_hpc.plan.resources import RESOURCE_CHECKS
 from miles_hpc.spec.job import JobSpec
@@ -35,6 +35,7 @@ _SIZES = (
     "parallel.pp",
     "parallel.tp",
     "rollout.gpus_per_engine",
+    "rollout.own_gpus",
     "train.global_batch_size",
     "train.micro_batch_size",
     "cluster.num_nodes",
@@ -127,12 +128,15 @@ def _candidates(spec: JobSpec, key: str) -> Iterator[int]:
     if key == "cluster.num_nodes":
         yield from _node_counts(spec)
         return
+    if key == "rollout.own_gpus":
+        yield from _own_counts(spec)
+        return
     whole = {
         "parallel.tp": spec.model.num_attention_heads,
         "parallel.pp": spec.model.num_layers,
         "parallel.cp": 32,
         "parallel.ep": spec.model.num_experts or 1,
-        "rollout.gpus_per_engine": spec.cluster.num_nodes * ranks_per_node(spec),
+        "rollout.gpus_per_engine": rollout_size(spec),
         "train.global_batch_size": samples_per_step(spec),
         "train.micro_batch_size": samples_per_step(spec),
     }[key]
@@ -142,12 +146,23 @@ def _candidates(spec: JobSpec, key: str) -> Iterator[int]:
     yield from (count for count in divisors if count != now)
 
 
+def _own_counts(spec: JobSpec) -> list[int]:
+    """Return other numbers of GPUs that rollout engines could have for themselves; none where both sides share all."""
+    own, nodes, per_node = spec.rollout.own_gpus, spec.cluster.num_nodes, ranks_per_node(spec)
+    if own is None:
+        return []
+    unit = 1 if nodes == 1 else per_node
+    return [count for count in range(unit, nodes * per_node, unit) if count != own]
+
+
 def _node_counts(spec: JobSpec) -> list[int]:
     """Return node counts near the spec's, at its doublings, and those that the grids and engines divide."""
     p, now = spec.parallel, spec.cluster.num_nodes
-    ranks = math.lcm(p.tp * p.pp * p.cp, p.etp * p.ep * p.pp, spec.rollout.gpus_per_engine)
-    step = ranks // math.gcd(ranks, ranks_per_node(spec) or 1)
-    whole = {step * count for count in range(1, 9)} | {-(-now // step) * step}
+    own, per_node = spec.rollout.own_gpus, ranks_per_node(spec) or 1
+    engine = spec.rollout.gpus_per_engine if own is None else 1
+    ranks = math.lcm(p.tp * p.pp * p.cp, p.etp * p.ep * p.pp, engine)
+    step, more = ranks // math.gcd(ranks, per_node), (own or 0) // per_node
+    whole = {step * count + more for count in range(1, 9)} | {-(-now // step) * step}
     near = {now + offset for offset in range(-8, 9)}
     scaled = {round(now * factor) for factor in (0.25, 0.5, 0.75, 1.5, 2, 3, 4, 6, 8)}
     return sorted(count for count in near | scaled | whole if count >= 1 and count != now)

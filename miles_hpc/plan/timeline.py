@@ -3,7 +3,9 @@
 Plain characters only; the same numbers as a figure are `page`.
 """
 
-from miles_hpc.plan.memory import MemoryPlan, Phase
+from collections.abc import Iterator, Sequence
+
+from miles_hpc.plan.phases import MemoryPlan, Phase
 from miles_hpc.units import format_bytes
 
 _BAR = 20
@@ -13,28 +15,36 @@ def memory_lines(memory: MemoryPlan) -> tuple[str, ...]:
     """Return a head line and one line a phase: host memory of a node, memory of a GPU, scratch of a node.
 
     A bar is full at the limit, or at the largest phase when the spec names none; `|` in the host bar marks the alarm and
-    `!` what is above it. The page cache, which the kernel takes back, is drawn as dots.
+    `!` what is above it. The page cache, which the kernel takes back, is drawn as dots. Where rollout engines have GPUs of
+    their own, the trainer's phases come first and theirs after them.
     """
     limits = memory.limits
-    on_gpu = any(phase.gpu_bytes_per_gpu for phase in memory.phases)
-    head = f"  {'phase':<12}{'host a node':<{_BAR + 14}}"
-    head += f"{'GPU':<{_BAR + 14}}" if on_gpu else ""
-    lines = [(head + "scratch").rstrip()]
-    host_full = limits.host_bytes_per_node or max(p.host_bytes_per_node for p in memory.phases)
-    gpu_full = limits.gpu_bytes_per_gpu or max(p.gpu_bytes_per_gpu for p in memory.phases)
-    for phase in memory.phases:
-        line = f"  {phase.name:<12}"
-        line += _cell(phase.committed_host_bytes, _host_bar(phase, host_full, memory))
-        if on_gpu:
-            line += _cell(phase.gpu_bytes_per_gpu, _bar(phase.gpu_bytes_per_gpu, gpu_full))
-        scratch = phase.scratch_bytes_per_node
-        lines.append((line + (format_bytes(scratch) if scratch else "-")).rstrip())
+    lines = list(_table(memory, memory.phases, "phase" if not memory.rollout_phases else "trainer"))
+    if memory.rollout_phases:
+        lines += _table(memory, memory.rollout_phases, "engines")
     lines.append(
         f"  limits: host {_limit(limits.host_bytes_per_node)}"
         f" (alarm {_limit(memory.alarm_host_bytes_per_node)}), GPU {_limit(limits.gpu_bytes_per_gpu)},"
         f" scratch {_limit(limits.scratch_bytes_per_node)}"
     )
     return tuple(lines)
+
+
+def _table(memory: MemoryPlan, phases: Sequence[Phase], name: str) -> Iterator[str]:
+    limits, everywhere = memory.limits, memory.everywhere
+    on_gpu = any(phase.gpu_bytes_per_gpu for phase in phases)
+    head = f"  {name:<12}{'host a node':<{_BAR + 14}}"
+    head += f"{'GPU':<{_BAR + 14}}" if on_gpu else ""
+    yield (head + "scratch").rstrip()
+    host_full = limits.host_bytes_per_node or max(p.host_bytes_per_node for p in everywhere)
+    gpu_full = limits.gpu_bytes_per_gpu or max(p.gpu_bytes_per_gpu for p in everywhere)
+    for phase in phases:
+        line = f"  {phase.name:<12}"
+        line += _cell(phase.committed_host_bytes, _host_bar(phase, host_full, memory))
+        if on_gpu:
+            line += _cell(phase.gpu_bytes_per_gpu, _bar(phase.gpu_bytes_per_gpu, gpu_full))
+        scratch = phase.scratch_bytes_per_node
+        yield (line + (format_bytes(scratch) if scratch else "-")).rstrip()
 
 
 def _cell(count: int, bar: str) -> str:

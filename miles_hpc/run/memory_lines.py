@@ -46,24 +46,31 @@ def memory_report_lines(report: MemoryReport) -> tuple[str, ...]:
 
 def _host_figures(report: MemoryReport) -> Iterator[int]:
     for phase in report.phases:
-        if phase.planned is not None:
-            yield phase.planned.host_bytes_per_node
+        for planned in (phase.planned, phase.planned_rollout):
+            if planned is not None:
+                yield planned.host_bytes_per_node
         yield from (measured.host_bytes for measured in phase.measured)
 
 
 def _phase_lines(phase: PhaseReport, full: int, alarm: int | None) -> Iterator[str]:
-    name, planned = phase.name, phase.planned
-    if planned is not None:
+    name, has_kinds = phase.name, phase.planned_rollout is not None
+    plans = (
+        ("plan, trainer" if has_kinds else "plan", phase.planned),
+        ("plan, rollout", phase.planned_rollout),
+    )
+    for kind, planned in plans:
+        if planned is None:
+            continue
         yield _line(
             name,
-            "plan",
+            kind,
             planned.host_bytes_per_node,
             planned.page_cache_bytes,
             _bar(planned.host_bytes_per_node, planned.page_cache_bytes, full, alarm),
             (planned.gpu_bytes_per_gpu or None, planned.scratch_bytes_per_node or None),
         )
         name = ""
-    if planned is not None and not phase.measured:
+    if phase.planned is not None and not phase.measured:
         yield f"  {'':<12}not measured"
     ordered = sorted(phase.measured, key=lambda entry: -entry.host_bytes)
     for entry in ordered[:MOST_NODES]:

@@ -56,11 +56,18 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """One phase; `planned` is None for a phase that the plan does not know."""
+    """One phase.
+
+    Attributes:
+        planned: None for a phase that the plan does not know.
+        measured: the peaks of every node.
+        planned_rollout: of the nodes that rollout engines have for themselves, where there are such.
+    """
 
     name: str
     planned: Planned | None
     measured: tuple[Measured, ...]
+    planned_rollout: Planned | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +100,21 @@ class MemoryReport:
 def report_memory(run: RunDir) -> MemoryReport:
     """Return what was planned and what has been measured so far."""
     memory = _object(read_object(run.plan) or {}, "memory")
-    planned = {str(raw["name"]): _planned(raw) for raw in _objects(memory.get("phases"))}
+    planned, rollout = (
+        {str(raw["name"]): _planned(raw) for raw in _objects(memory.get(kind))}
+        for kind in ("phases", "rollout_phases")
+    )
     attempts = tuple(run.attempts())
     attempt = attempts[-1] if attempts else None
     measured = {} if attempt is None else _measured(attempt)
     names = [START, *planned, *(name for name in measured if name not in planned)]
     phases = tuple(
-        PhaseReport(name=name, planned=planned.get(name), measured=tuple(measured.get(name, ())))
+        PhaseReport(
+            name=name,
+            planned=planned.get(name),
+            measured=tuple(measured.get(name, ())),
+            planned_rollout=rollout.get(name),
+        )
         for name in dict.fromkeys(names)
         if name in planned or name in measured
     )

@@ -117,6 +117,7 @@ EFFECTS: Sequence[Effect] = (
         _MILES_ENGINE,
         (
             "model.megatron_checkpoint",
+            "rollout.own_gpus",
             "train.optimizer_cpu_offload",
             "offload.base_cpu_backup",
         ),

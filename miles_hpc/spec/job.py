@@ -142,6 +142,8 @@ class RolloutTable(Table):
     """Rollout engine: SGLang, or transformers (CPU; native engine only)."""
     gpus_per_engine: Count = 1
     """GPUs of one rollout engine (its tensor parallel size); with `device = "cpu"` the CPU ranks it spans."""
+    own_gpus: Count | None = None
+    """GPUs of the job that rollout engines have for themselves, the last ones: whole nodes, or a part of the only node (miles engine). Left out, both sides share every GPU."""
     prompts_per_step: Count
     """Prompts (groups) in one step."""
     samples_per_prompt: Count

@@ -24,6 +24,7 @@ from miles_hpc.handoff import node_argv, read_handoff
 from miles_hpc.launch.catalogue import read_recipe
 from miles_hpc.launch.progress import exit_code_of
 from miles_hpc.run.report import Status
+from miles_hpc.spec.load import load_spec
 from tests.fakes.recipes import CATALOGUE
 from tests.fakes.submission import ROOT, SPEC, command, miles_hpc, only_run
 
@@ -230,7 +231,10 @@ def test_plan_prints_the_object_that_others_rely_on():
 
 
 @pytest.mark.parametrize("recipe", SOUND, ids=lambda path: path.stem)
-def test_every_sound_recipe_checks_plans_and_renders(recipe, tmp_path):
+def test_every_sound_recipe_checks_plans_and_renders(recipe, tmp_path, monkeypatch):
+    secrets = load_spec(recipe).spec.secrets
+    for name in () if secrets is None else secrets.names:
+        monkeypatch.setenv(name, "a-value-for-tests")
     assert miles_hpc("check", str(recipe)).returncode == 0
     text = miles_hpc("plan", str(recipe))
     assert text.returncode == 0

@@ -180,3 +180,28 @@ def test_every_flag_that_the_spec_decides_is_owned():
             word.removeprefix("--no-").removeprefix("--") for word in words if word.startswith("--")
         }
         assert names - defaults <= OWNED.keys() | {"sglang-config"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "actor", "own"),
+    [("qwen3_235b", ("8", "8"), "64"), ("qwen3_next_80b_1x8", ("1", "6"), "2")],
+)
+def test_rollout_on_gpus_of_its_own_leaves_the_trainer_the_others(recipe, actor, own):
+    words = train_flags(spec(recipe))
+    nodes = (value_of(words, "--actor-num-nodes"), value_of(words, "--actor-num-gpus-per-node"))
+    assert nodes == actor
+    assert value_of(words, "--rollout-num-gpus") == own
+    assert value_of(words, "--num-gpus-per-node") == "8"
+    assert not {"--colocate", "--no-offload-train", "--no-offload-rollout"} & set(words)
+
+
+def test_gradients_in_bf16_are_not_accumulated_in_fp32():
+    words = train_flags(spec("inkling_async_12x4"))
+    assert "--grad-reduce-in-bf16" in words
+    assert "--accumulate-allreduce-grads-in-fp32" not in words
+
+
+def test_a_quantised_folder_is_served_on_the_gpus_of_rollout():
+    own = {"rollout.own_gpus": 16, "offload.train": "none", "offload.rollout": "none", "lora": None}
+    (text,) = engine_files(spec_of(GLM52, own, {"offload.base_cpu_backup": False})).values()
+    assert json.loads(text)["sglang"][0]["server_groups"][0]["num_gpus"] == 16

@@ -5,10 +5,12 @@ import pytest
 from miles_hpc.engine.compose import ENGINE_CHECKS, all_rules, find
 from miles_hpc.engine.miles_flag_rules import FLAG_RULE_CHECKS
 from miles_hpc.engine.miles_flags import FLAG_CHECKS, OWNED, Flags
+from miles_hpc.engine.miles_sharing_rules import SHARING_CHECKS
 from miles_hpc.plan.findings import run_checks
 from miles_hpc.spec.schema import spec_keys
 from tests.unit.plan.specs import GLM52, NATIVE, QWEN38, spec_of
 
+FLAG_RULES = (*FLAG_CHECKS, *FLAG_RULE_CHECKS, *SHARING_CHECKS)
 LORA = {"lora": {"rank": 8, "alpha": 16.0}, "offload.base_cpu_backup": True}
 
 
@@ -22,6 +24,13 @@ def found(*changes):
     return run_checks(ENGINE_CHECKS["miles"], spec_of(*changes))
 
 
+ADAPTERS = {"lora": {"rank": 8, "alpha": 16.0}}
+OWN = {
+    "rollout.own_gpus": 8,
+    "cluster.num_nodes": 2,
+    "offload.train": "none",
+    "offload.rollout": "none",
+}
 STREAM = {"offload.stream_optimizer": True}
 MASTERS = {"rematerialize_param_from_master_weight": True}
 BROKEN = [
@@ -42,7 +51,13 @@ BROKEN = [
     ("MH564", "error", {"engine.miles.script": "train_async.py"}, {}, "script train_async.py on GPUs that trainer and rollout share"),
     ("MH564", "error", {}, {"fully_async": True}, "--fully-async"),
     ("MH564", "error", {}, {"update_weight_transfer_mode": "p2p"}, "weight transfer mode p2p"),
-    ("MH564", "error", {}, {"eval_num_gpus": 8}, "--eval-num-gpus 8"),
+    ("MH575", "error", {}, {"eval_num_gpus": 8}, "--eval-num-gpus 8"),
+    ("MH575", "error", {**OWN, "engine.miles.script": "train_async.py"}, {"fully_async": True, "partial_rollout": True, "pause_generation_mode": "abort"}, "--fully-async with --partial-rollout, --pause-generation-mode abort"),
+    ("MH575", "error", OWN, {"fully_async": True}, "--fully-async with script train.py"),
+    ("MH575", "error", OWN, {"update_weight_transfer_mode": "disk-delta", "update_weight_disk_dir": "/d"}, "disk-delta with no --update-weight-local-checkpoint-dir"),
+    ("MH575", "error", OWN | ADAPTERS, {"update_weight_transfer_mode": "p2p", "megatron_to_hf_mode": "bridge"}, "p2p with [lora]"),
+    ("MH575", "error", OWN | ADAPTERS, {}, "megatron-to-hf-mode (default) with [lora] and rollout.own_gpus(8)"),
+    ("MH575", "error", OWN | ADAPTERS | {"parallel.pp": 2}, {"megatron_to_hf_mode": "bridge"}, "pp(2) with [lora] and rollout.own_gpus(8)"),
     ("MH564", "error", {}, {"multi_lora_n_adapters": 4}, "--multi-lora-n-adapters 4"),
     ("MH565", "error", LORA | STREAM, {}, "with [lora]"),
     ("MH565", "error", {"train.optimizer_cpu_offload": True, **STREAM}, {"enable_witness": True}, "with enable-witness, train.optimizer_cpu_offload"),
@@ -94,6 +109,9 @@ GOOD = [
     ({"engine.miles.revision": "e13758d9b", "offload.train": "host"}, {"disable_weights_backuper": True}),
     ({"engine.miles.revision": "0123456789"}, {"disable_weights_backuper": True}),
     ({}, {"update_weight_transfer_mode": "broadcast", "eval_num_gpus": 0}),
+    (OWN | {"engine.miles.script": "train_async.py"}, {"fully_async": True, "pause_generation_mode": "in_place"}),
+    (OWN, {"update_weight_transfer_mode": "p2p", "sglang_cuda_graph_backend_prefill": "full"}),
+    (OWN | ADAPTERS, {"megatron_to_hf_mode": "bridge", "sglang_enable_dp_attention": True}),
     (STREAM, {"optimizer": "adam"}),
     ({"offload.train": "host"}, MASTERS),
     ({}, {"over_sampling_batch_size": 64, "balance_by_flops": True, "skip_actor_forward_only": True}),
@@ -113,12 +131,12 @@ GOOD = [
 
 @pytest.mark.parametrize(("changes", "flags"), GOOD)
 def test_a_sound_set_of_flags_has_no_finding(changes, flags):
-    spoken = list(run_checks((*FLAG_CHECKS, *FLAG_RULE_CHECKS), spec_of(changes, extra(**flags))))
+    spoken = list(run_checks(FLAG_RULES, spec_of(changes, extra(**flags))))
     assert spoken == []
 
 
 def test_every_rule_about_flags_has_a_spec_that_breaks_it():
-    ids = {check.rule.id for check in (*FLAG_CHECKS, *FLAG_RULE_CHECKS)}
+    ids = {check.rule.id for check in FLAG_RULES}
     assert ids <= {case[0] for case in BROKEN}
     assert ids <= {rule.id for rule in all_rules()}
 

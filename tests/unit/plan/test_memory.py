@@ -17,7 +17,7 @@ from miles_hpc.plan.footprint import (
     rank_weight_bytes,
     trainer_footprints,
 )
-from miles_hpc.plan.memory import PHASES
+from miles_hpc.plan.phases import PHASES
 from miles_hpc.plan.shape import count_adapters, count_stages
 from tests.unit.plan.specs import GLM52, GLM52_FULL, NATIVE, QWEN38, spec_of
 

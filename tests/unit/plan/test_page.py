@@ -99,7 +99,7 @@ def test_figures_are_well_formed_and_bounded(changes):
     )
     if plan.layout.num_nodes > MOST_NODES:
         assert f"and {plan.layout.num_nodes - MOST_NODES} more nodes in the same pattern" in labels
-    host = ElementTree.fromstring(memory_figure(plan.memory, "host"))
+    host = ElementTree.fromstring(memory_figure(plan.memory, "host", plan.memory.phases))
     labels = [element.text for element in host.iter("text")]
     for phase in plan.memory.phases:
         assert phase.name in labels
@@ -108,7 +108,7 @@ def test_figures_are_well_formed_and_bounded(changes):
 
 def test_bars_are_as_wide_as_their_bytes():
     plan = plan_of(QWEN38)
-    figure = ElementTree.fromstring(memory_figure(plan.memory, "gpu"))
+    figure = ElementTree.fromstring(memory_figure(plan.memory, "gpu", plan.memory.phases))
     train = plan.memory.phase("train")
     widths = {}
     for bar in figure.iter("rect"):
@@ -122,7 +122,8 @@ def test_bars_are_as_wide_as_their_bytes():
 
 
 def test_a_place_that_holds_nothing_has_no_figure():
-    assert memory_figure(plan_of(CPU).memory, "gpu") == ""
+    memory = plan_of(CPU).memory
+    assert memory_figure(memory, "gpu", memory.phases) == ""
 
 
 @pytest.mark.parametrize("changes", SPECS)

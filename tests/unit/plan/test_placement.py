@@ -75,18 +75,22 @@ def test_both_grids_put_a_rank_on_the_same_pipeline_stage(layout):
 
 @given(layouts(), st.data())
 def test_group_spans_count_the_nodes_that_groups_really_touch(layout, data):
-    engine = data.draw(
-        st.sampled_from([n for n in range(1, layout.world_size + 1) if layout.world_size % n == 0])
-    )
+    per_node, world = layout.ranks_per_node, layout.world_size
+    tiling = [
+        n for n in range(1, world + 1) if world % n == 0 and 0 in (n % per_node, per_node % n)
+    ]
+    engine = data.draw(st.sampled_from(tiling))
     rollout = RolloutLayout(
-        num_engines=layout.world_size // engine, gpus_per_engine=engine, nodes_per_engine=1
+        num_engines=world // engine,
+        gpus_per_engine=engine,
+        nodes_per_engine=max(1, engine // per_node),
     )
     expected = {}
     for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "engine"):
         groups = {}
         for rank in range(layout.world_size):
             if axis == "engine":
-                key = engine_of(rollout, rank)
+                key = engine_of(layout, rollout, rank)
             elif axis in ("etp", "ep", "edp"):
                 place = expert_place(layout, rank)
                 key = tuple(getattr(place, a) for a in ("etp", "ep", "edp", "pp") if a != axis)

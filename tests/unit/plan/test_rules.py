@@ -14,6 +14,12 @@ CPU = {
     "model.train_dtype": "fp32",
     "model.rollout_quantisation": "fp32",
 }
+OWN = {
+    "rollout.own_gpus": 8,
+    "cluster.num_nodes": 2,
+    "offload.train": "none",
+    "offload.rollout": "none",
+}
 LORA = {"lora": {"rank": 8, "alpha": 16.0}}
 
 BROKEN = [
@@ -29,6 +35,9 @@ BROKEN = [
     ("MH243", "warning", LORA, "without base_cpu_backup"),
     ("MH244", "warning", {"train.kl_coef": 0.1}, "kl_coef = 0.1"),
     ("MH246", "warning", {"offload.rollout": "none"}, 'offload.rollout = "none"'),
+    ("MH211", "error", {"rollout.own_gpus": 8}, "own_gpus(8) of num_nodes(1) * gpus_per_node(8) = 8 GPUs; expected GPUs left for the trainer. Set cluster.num_nodes = 2"),
+    ("MH211", "error", {"rollout.own_gpus": 4, "cluster.num_nodes": 2}, "4 % 8 = 4; expected whole nodes for rollout"),
+    ("MH247", "error", {**OWN, "offload.rollout": "host"}, 'offload.rollout = "host" with rollout.own_gpus(8)'),
     ("MH261", "error", {"cluster.cpus_per_node": 4}, "8 ranks a node * 1 CPUs each = 8 CPUs, above cpus_per_node(4)"),
     ("MH261", "error", {**NATIVE, **CPU, "engine.native.threads_per_rank": 60, "cluster.cpus_per_node": 2}, "1 ranks a node * 60 CPUs each = 60 CPUs"),
     ("MH262", "error", {"cluster.segment": 18}, "segment(18) above num_nodes(1)"),
@@ -61,6 +70,7 @@ GOOD = [
     {"env": {"WANDB_MODE": "offline", "NVTE_USE_FAST_MATH": "0"}},
     {"train.max_tokens_per_gpu": None, "train.micro_batch_size": 4, "train.global_batch_size": 64},
     {"cluster.cpus_per_node": 8},
+    OWN,
     {"cluster.num_nodes": 2, "parallel.tp": 16, "cluster.segment": 2},
     {"offload.train": "disk", "offload.scratch_root": "/scratch", "job.run_root": "/nfs/runs"},
     {"offload.train": "host", "offload.scratch_root": "/dev/shm"},

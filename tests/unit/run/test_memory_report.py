@@ -158,3 +158,15 @@ def test_only_what_moved_notably_or_is_old_becomes_a_line(tmp_path):
         file.write('{"time_s": 1}\nnot json\n{"half')
     assert list(read_samples(written.path)) == [given[0], given[2], given[4]]
     assert list(read_samples(tmp_path / "none")) == []
+
+
+def test_the_plan_of_nodes_with_rollout_alone_is_shown_beside_the_trainers(run):
+    phase = PLAN["memory"]["phases"][0]
+    theirs = [{**phase, "host_bytes_per_node": 20 * GIB}]
+    run.plan.write_text(json.dumps({"memory": {**PLAN["memory"], "rollout_phases": theirs}}))
+    report = report_memory(run)
+    assert report.phases[0].planned_rollout.host_bytes_per_node == 20 * GIB
+    assert report.phases[1].planned_rollout is None
+    lines = memory_report_lines(report)
+    assert [line[14:31].strip() for line in lines[2:4]] == ["plan, trainer", "plan, rollout"]
+    assert "20.0 GiB" in lines[3]
