@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import TCPStore
 
 from miles_hpc.errors import DriverError
 from miles_hpc.spec.job import JobSpec
@@ -26,7 +27,13 @@ with warnings.catch_warnings():
     # megatron-core warns at import about each missing Transformer Engine or apex kernel.
     warnings.simplefilter("ignore")
     from miles_hpc.trainer.checkpoint import copy_parameters, load_checkpoint, save_checkpoint
-    from miles_hpc.trainer.grid import Grid, start_grid, stop_grid
+    from miles_hpc.trainer.grid import (
+        Grid,
+        join_rendezvous,
+        open_rendezvous,
+        start_grid,
+        stop_grid,
+    )
     from miles_hpc.trainer.lora import adapter_pieces, add_lora
     from miles_hpc.trainer.model import build_model
     from miles_hpc.trainer.offload import NoShelf, Shelf, make_shelf, resident_bytes
@@ -37,7 +44,7 @@ with warnings.catch_warnings():
 
 
 class TrainActor:
-    """One trainer rank: `start`, `load`, then any number of passes, then `close`."""
+    """One trainer rank: `listen` (the first alone), `start`, `load`, then any number of passes, then `close`."""
 
     def __init__(self, spec_json: str, rank: int, world_size: int, model_dir: str) -> None:
         """Remember what this rank is; nothing is started.
@@ -52,19 +59,27 @@ class TrainActor:
         self.rank, self.world_size = rank, world_size
         self.model_dir = Path(model_dir)
         self._grid: Grid | None = None
+        self._store: TCPStore | None = None
         self._policy: Policy | None = None
         self._shelf: Shelf | None = None
         self._streamed: StreamedState | None = None
         self._step = 0
 
+    def listen(self, address: str) -> int:
+        """Serve the ranks' rendezvous at `address`, the first rank's own; return the port, which is held from here on."""
+        self._store = open_rendezvous(address, self.world_size, self.spec.agent.placement_deadline)
+        return int(self._store.port)
+
     def start(self, rendezvous_address: str, rendezvous_port: int) -> None:
         """Join the process group; returns when all ranks have joined."""
+        self._store = self._store or join_rendezvous(
+            rendezvous_address,
+            rendezvous_port,
+            self.world_size,
+            self.spec.agent.placement_deadline,
+        )
         self._grid = start_grid(
-            self.spec,
-            rank=self.rank,
-            world_size=self.world_size,
-            rendezvous_address=rendezvous_address,
-            rendezvous_port=rendezvous_port,
+            self.spec, rank=self.rank, world_size=self.world_size, store=self._store
         )
 
     @property

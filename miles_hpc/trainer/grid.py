@@ -5,12 +5,14 @@ dp, and pp slowest.
 """
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import Store, TCPStore
 
 from miles_hpc.spec.job import JobSpec
 from miles_hpc.trainer import cpu_megatron
@@ -57,10 +59,45 @@ class Grid:
         return self.rank == self.result_rank
 
 
-def start_grid(
-    spec: JobSpec, *, rank: int, world_size: int, rendezvous_address: str, rendezvous_port: int
-) -> Grid:
+def open_rendezvous(address: str, num_ranks: int, deadline_s: float) -> TCPStore:
+    """Return the store by which ranks find each other, served by this process at `address` alone; its `port` is known now.
+
+    The socket is bound before anybody is told of its port, so no other process can have it. Torch alone would bind every
+    address of the node to a port that was free a while ago.
+    """
+    with socket.create_server((address, 0), backlog=num_ranks) as listener:
+        port = int(listener.getsockname()[1])
+        return TCPStore(
+            address,
+            port,
+            num_ranks,
+            is_master=True,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join_rendezvous(address: str, port: int, num_ranks: int, deadline_s: float) -> TCPStore:
+    """Return the store that the first rank serves at address:port.
+
+    Raises:
+        torch.distributed.DistError: when it does not answer within `deadline_s` seconds.
+    """
+    return TCPStore(
+        address,
+        port,
+        num_ranks,
+        is_master=False,
+        timeout=timedelta(seconds=deadline_s),
+        wait_for_workers=False,
+    )
+
+
+def start_grid(spec: JobSpec, *, rank: int, world_size: int, store: Store) -> Grid:
     """Join the process group and lay the Megatron grid over it; returns when every rank has joined.
+
+    The `store` is that of `open_rendezvous` on the first rank and of `join_rendezvous` on the others.
 
     Raises:
         torch.distributed.DistError: when not every rank joined within `agent.placement_deadline`.
@@ -80,7 +117,7 @@ def start_grid(
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{rendezvous_address}:{rendezvous_port}",
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,

@@ -26,12 +26,9 @@ class Host:
         """Return what `method` of the hosted object returns."""
         return getattr(self._hosted, method)(*args)
 
-    def free_address(self) -> tuple[str, int]:
-        """Return this node's address in Ray and a port that is free now, for torch's rendezvous."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as listener:
-            listener.bind((address, 0))
-            return address, int(listener.getsockname()[1])
+    def node_address(self) -> str:
+        """Return this node's address in Ray, which the other nodes reach."""
+        return str(ray.util.get_node_ip_address())
 
     def gpu_ids(self) -> list[str]:
         """Return the GPUs that Ray gave this actor, as CUDA_VISIBLE_DEVICES names them."""

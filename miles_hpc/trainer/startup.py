@@ -229,9 +229,10 @@ def _widen(start: _Start, trainers: Sequence[Member], engines: Sequence[Member])
 def _load(start: _Start, trainers: Fleet, engines: Fleet) -> None:
     """Join the ranks into one process group and load the weights of both sides."""
     first = trainers.members[0]
-    [(address, port)] = await_results(
-        "rendezvous", [first], [first.handle.free_address.remote()], deadline_s=start.left_s()
+    [address] = await_results(
+        "rendezvous", [first], [first.handle.node_address.remote()], deadline_s=start.left_s()
     )
+    [port] = Fleet((first,)).call("listen", address, deadline_s=start.left_s())
     trainers.call("start", address, port, deadline_s=start.left_s())
     trainers.call("load", deadline_s=start.left_s())
     engines.call("load", deadline_s=start.left_s())

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import random
-import socket
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from miles_hpc.trainer.samples import TrainSample
 from miles_hpc.trainer.weights import export_base
 
 VOCAB = 512
+LOOPBACK = "127.0.0.1"
 FAMILIES = ("qwen3", "llama")  # untied with qk-norm; tied
 _SHAPE = {"num_layers": 4, "hidden_size": 64, "head_dim": 16, "vocab_size": VOCAB}
 
@@ -139,23 +139,15 @@ def plain_logprobs(
     return rows
 
 
-def free_port() -> int:
-    """Return a free port below the range from which the system gives ports to other processes at any moment."""
-    ports = random.SystemRandom().sample(range(20000, 32000), 100)
-    for port in ports:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-    raise AssertionError(f"none of {len(ports)} ports is free")
+def start_alone(actor: TrainActor) -> None:
+    """Start a rank that is the only one."""
+    actor.start(LOOPBACK, actor.listen(LOOPBACK))
 
 
 def start_actor(spec: str, folder: Path) -> TrainActor:
     """Return one loaded rank in this process; close it."""
     actor = TrainActor(spec, 0, 1, str(folder))
-    actor.start("127.0.0.1", free_port())
+    start_alone(actor)
     actor.load()
     return actor
 
@@ -180,12 +172,20 @@ def run_updates(actor: TrainActor, num_updates: int) -> dict[str, object]:
     return {key: value for key, value in found.items() if value}
 
 
-def _rank_main(rank: int, world_size: int, jobs: list[tuple[str, str, int]], queue: object) -> None:
+def _rank_main(
+    rank: int, world_size: int, jobs: list[tuple[str, str]], ports: object, queue: object
+) -> None:
     try:
         results = []
-        for spec, folder, port in jobs:
+        for spec, folder in jobs:
             actor = TrainActor(spec, rank, world_size, folder)
-            actor.start("127.0.0.1", port)
+            if rank == 0:
+                port = actor.listen(LOOPBACK)
+                for _ in range(1, world_size):
+                    ports.put(port)
+            else:
+                port = ports.get(timeout=60)
+            actor.start(LOOPBACK, port)
             actor.load()
             results.append(run_updates(actor, 2))
             actor.close()
@@ -198,10 +198,10 @@ def _rank_main(rank: int, world_size: int, jobs: list[tuple[str, str, int]], que
 def run_ranks(world_size: int, jobs: list[tuple[str, Path]]) -> list[dict[str, object]]:
     """Run each (spec, folder) on `world_size` ranks in processes; returns each job's results of all ranks merged."""
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    work = [(spec, str(folder), free_port()) for spec, folder in jobs]
+    queue, ports = context.Queue(), context.Queue()
+    work = [(spec, str(folder)) for spec, folder in jobs]
     ranks = [
-        context.Process(target=_rank_main, args=(rank, world_size, work, queue), daemon=True)
+        context.Process(target=_rank_main, args=(rank, world_size, work, ports, queue), daemon=True)
         for rank in range(world_size)
     ]
     for process in ranks:

@@ -17,13 +17,13 @@ from miles_hpc.trainer.actor import TrainActor
 from miles_hpc.trainer.weights import export_base
 from tests.unit.trainer.megatron_lab import (
     FAMILIES,
-    free_port,
     largest_gap,
     make_batch,
     make_model,
     make_spec,
     plain_logprobs,
     start_actor,
+    start_alone,
     with_old,
 )
 
@@ -233,7 +233,7 @@ def test_a_checkpoint_that_does_not_fit_the_table_is_refused(family, folder):
     )
     for model, message in cases:
         rank = TrainActor(make_spec(family, model=model), 0, 1, str(folder))
-        rank.start("127.0.0.1", free_port())
+        start_alone(rank)
         try:
             with pytest.raises(PlanError, match=message):
                 rank.load()

@@ -11,13 +11,13 @@ from miles_hpc.errors import ResumeError
 from miles_hpc.trainer.actor import TrainActor
 from miles_hpc.trainer.disk_file import DiskOffloadError
 from tests.unit.trainer.megatron_lab import (
-    free_port,
     make_batch,
     make_model,
     make_spec,
     run_ranks,
     run_updates,
     start_actor,
+    start_alone,
     with_old,
 )
 
@@ -205,7 +205,7 @@ def test_state_of_another_topology_or_a_missing_one_is_refused(folder, scratch, 
 def test_without_a_scratch_folder_the_load_fails_with_what_to_do(folder, monkeypatch):
     monkeypatch.delenv("MILES_HPC_SCRATCH", raising=False)
     actor = TrainActor(spec(stream=True), 0, 1, str(folder))
-    actor.start("127.0.0.1", free_port())
+    start_alone(actor)
     try:
         with pytest.raises(DiskOffloadError, match="expected the job's scratch folder"):
             actor.load()
